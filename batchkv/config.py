@@ -1,0 +1,90 @@
+"""How a job is executed: the fields of `EngineConfig` are the flags of `batchkv run`."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+from batchkv.errors import UserError
+
+Dtype = Literal["auto", "float32", "bfloat16", "float16"]
+
+DEFAULT_MODEL = "smollm2"
+DEFAULT_KV_MEMORY = "2GiB"
+
+_UNITS = {
+    "": 1,
+    "b": 1,
+    "kib": 1 << 10,
+    "mib": 1 << 20,
+    "gib": 1 << 30,
+    "tib": 1 << 40,
+    "kb": 10**3,
+    "mb": 10**6,
+    "gb": 10**9,
+    "tb": 10**12,
+}
+_SIZE = re.compile(r"\s*(\d+(?:\.\d*)?|\.\d+)\s*([a-z]*)\s*", re.IGNORECASE)
+
+
+@dataclass(frozen=True, slots=True)
+class EngineConfig:
+    """Execution options. None of them changes a row's tokens (up to the rounding of `dtype`).
+
+    Attributes:
+        model: a directory, a `.gguf` file, a hub id or the alias `smollm2`.
+        tokenizer: where the tokenizer comes from, if not from `model`.
+        dtype: of weights and KV. `auto` is the checkpoint's, but float32 on a CPU without bf16 instructions.
+        device: `auto`, `cpu` or `cuda[:N]`.
+        kv_memory: most bytes of KV cache: `2GiB`, `512MiB`, a byte count, or a fraction (0, 1] of free memory.
+        max_batch_tokens: most tokens in one forward pass; 0 picks 512 on a CPU and 8192 on a GPU.
+        max_batch_rows: most rows in flight at once.
+        page_size: tokens per KV page.
+        no_prefix_sharing: prefill every row on its own (the baseline).
+    """
+
+    model: str = DEFAULT_MODEL
+    tokenizer: str | None = None
+    dtype: Dtype = "auto"
+    device: str = "auto"
+    kv_memory: str | int | float = DEFAULT_KV_MEMORY
+    max_batch_tokens: int = 0
+    max_batch_rows: int = 256
+    page_size: int = 16
+    no_prefix_sharing: bool = False
+
+    def __post_init__(self) -> None:
+        if self.dtype not in get_args(Dtype):
+            raise UserError(f"--dtype {self.dtype!r} is not one of {', '.join(get_args(Dtype))}")
+        if not re.fullmatch(r"auto|cpu|cuda(:\d+)?", self.device):
+            raise UserError(f"--device {self.device!r} is not auto, cpu, cuda or cuda:N")
+        if self.max_batch_tokens < 0:
+            raise UserError(f"--max-batch-tokens {self.max_batch_tokens} must be at least 1")
+        if self.max_batch_rows < 1:
+            raise UserError(f"--max-batch-rows {self.max_batch_rows} must be at least 1")
+        if self.page_size < 1:
+            raise UserError(f"page_size {self.page_size} must be at least 1")
+        parse_memory_size(self.kv_memory, free_bytes=1 << 40)
+
+    def batch_tokens(self, device_type: str) -> int:
+        """Tokens per forward pass on `device_type`; larger steps gain nothing on a CPU."""
+        return self.max_batch_tokens or (512 if device_type == "cpu" else 8192)
+
+
+def parse_memory_size(size: str | int | float, *, free_bytes: int) -> int:
+    """Bytes of `size`: `2GiB`, `512MiB`, `1e9`-style plain bytes, or a fraction in (0, 1] of `free_bytes`.
+
+    Raises:
+        UserError: if `size` is not of these forms or is not positive.
+    """
+    match = _SIZE.fullmatch(str(size))
+    unit = match.group(2).lower() if match else ""
+    if match is None or unit not in _UNITS:
+        raise UserError(f"--kv-memory {size!r} is no size: use 2GiB, 512MiB or a fraction such as 0.8")
+    number = float(match.group(1))
+    is_fraction = not unit and ("." in match.group(1) or number == 1) and number <= 1
+    size_in_bytes = int(number * free_bytes) if is_fraction else int(number * _UNITS[unit])
+    if size_in_bytes <= 0:
+        raise UserError(f"--kv-memory {size!r} must be more than nothing: use 2GiB, 512MiB or a fraction such as 0.8")
+    return size_in_bytes

@@ -1,0 +1,35 @@
+"""What can be wrong: with the whole job (`UserError`) or with one row of it (`RowError`)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+RowErrorCode = Literal[
+    "bad_id",  # null or of another type than the column
+    "duplicate_id",  # an earlier row has the same id
+    "bad_json",  # a line of a JSON lines file that is no JSON object
+    "bad_prompt",  # none or several of prompt, messages, prompt_token_ids; or one of the wrong type
+    "bad_messages",  # a conversation the chat template cannot render
+    "bad_token_id",  # a prompt token id outside the vocabulary
+    "empty_prompt",  # no tokens at all
+    "bad_parameter",  # a sampling parameter out of range or of the wrong type
+    "too_long",  # longer than the model's context or than the KV budget
+    "unsupported",  # a column of the job format that this version does not execute
+]
+
+
+class UserError(ValueError):
+    """The command, the job file or the model is unusable: one line saying what, where and how to mend it."""
+
+
+@dataclass(frozen=True, slots=True)
+class RowError:
+    """Why one row has no answer. The rest of the job runs.
+
+    `message` never quotes the row's text (it may be private); it names the column, the value of a
+    parameter, and the limit that was broken.
+    """
+
+    code: RowErrorCode
+    message: str

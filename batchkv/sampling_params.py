@@ -1,0 +1,60 @@
+"""How one row is sampled. A column of the job file beats the job's default; a null cell falls back to it."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingParams:
+    """Sampling parameters of one row, checked when made.
+
+    Attributes:
+        n: samples per row.
+        max_tokens: most tokens generated per sample.
+        temperature: 0 is greedy.
+        top_p: keep the smallest set of tokens with at least this mass; 1 keeps all.
+        top_k: keep the k likeliest tokens; 0 keeps all.
+        min_p: drop tokens below this share of the likeliest one's probability; 0 drops none.
+        seed: random numbers are a pure function of (seed, row id, sample, position).
+        stop: strings that end a sample; `text` is cut before the first of them.
+        stop_token_ids: tokens that end a sample, besides the model's end tokens.
+        ignore_eos: go on after the model's end tokens.
+        logprobs: return each sampled token's log-probability under softmax(logits / temperature).
+
+    Raises:
+        ValueError: names the parameter, its value and what is allowed.
+    """
+
+    n: int = 1
+    max_tokens: int = 256
+    temperature: float = 0.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    seed: int = 0
+    stop: tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
+    ignore_eos: bool = False
+    logprobs: bool = False
+
+    def __post_init__(self) -> None:
+        _require(self.n >= 1, "n", self.n, "at least 1")
+        _require(self.max_tokens >= 1, "max_tokens", self.max_tokens, "at least 1")
+        _require(math.isfinite(self.temperature) and self.temperature >= 0, "temperature", self.temperature, "0 or more")
+        _require(0 < self.top_p <= 1, "top_p", self.top_p, "in (0, 1]")
+        _require(self.top_k >= 0, "top_k", self.top_k, "0 (off) or more")
+        _require(0 <= self.min_p <= 1, "min_p", self.min_p, "in [0, 1]")
+        _require(-(1 << 63) <= self.seed < 1 << 64, "seed", self.seed, "a 64-bit integer")
+        _require(all(self.stop), "stop", list(self.stop), "strings that are not empty")
+        _require(all(t >= 0 for t in self.stop_token_ids), "stop_token_ids", list(self.stop_token_ids), "0 or more")
+
+    @property
+    def greedy(self) -> bool:
+        return self.temperature == 0
+
+
+def _require(ok: bool, name: str, value: object, allowed: str) -> None:
+    if not ok:
+        raise ValueError(f"{name} is {value!r}, must be {allowed}")
