@@ -1,0 +1,137 @@
+"""The columns of the job format, and the two forms their cells come in."""
+
+from __future__ import annotations
+
+from typing import Any, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+import pyarrow.compute as pc
+
+ID_COLUMN = "id"
+PROMPT_COLUMNS = ("prompt", "messages", "prompt_token_ids")
+PARAMETER_COLUMNS = (
+    "n",
+    "max_tokens",
+    "temperature",
+    "top_p",
+    "top_k",
+    "min_p",
+    "seed",
+    "stop",
+    "stop_token_ids",
+    "ignore_eos",
+    "logprobs",
+)
+PARAMETER_STRUCT = "sampling_params"
+# Columns of the job format that this version does not execute.
+UNSUPPORTED_COLUMNS = ("parent", "parent_sample", "depends_on", "choices", "regex", "json_schema", "tenant")
+JOB_COLUMNS = frozenset(
+    (ID_COLUMN, *PROMPT_COLUMNS, *PARAMETER_COLUMNS, PARAMETER_STRUCT, *UNSUPPORTED_COLUMNS)
+)
+CONSUMED_COLUMNS = JOB_COLUMNS - frozenset(UNSUPPORTED_COLUMNS)
+RESULT_COLUMNS = (
+    "id",
+    "sample_index",
+    "text",
+    "token_ids",
+    "finish_reason",
+    "logprobs",
+    "num_prompt_tokens",
+    "num_cached_tokens",
+    "num_generated_tokens",
+    "error_code",
+    "error",
+)
+
+# A job column of JSON lines stays a list of Python values: there every line may hold another type, and one
+# odd line must not spoil the column for the others. All other columns have an Arrow type.
+Column: TypeAlias = "pa.ChunkedArray | list[Any]"
+
+
+def to_cells(column: Column) -> list[Any]:
+    """The cells as Python values, null as None."""
+    return column if isinstance(column, list) else column.to_pylist()
+
+
+def is_given(column: Column) -> npt.NDArray[np.bool_]:
+    """Which cells are not null: bool [rows]."""
+    if isinstance(column, list):
+        return np.fromiter((cell is not None for cell in column), dtype=np.bool_, count=len(column))
+    given: npt.NDArray[np.bool_] = column.is_valid().to_numpy()
+    return given
+
+
+def is_string(dtype: pa.DataType) -> bool:
+    return dtype in (pa.string(), pa.large_string(), pa.string_view())
+
+
+def is_list(dtype: pa.DataType) -> bool:
+    """Whether `dtype` is any of Arrow's list types."""
+    return isinstance(
+        dtype, (pa.ListType, pa.LargeListType, pa.FixedSizeListType, pa.ListViewType, pa.LargeListViewType)
+    )
+
+
+def decoded(column: Column) -> Column:
+    """The column without a dictionary: a pandas or polars categorical is its plain values."""
+    if isinstance(column, list) or not pa.types.is_dictionary(column.type):
+        return column
+    return column.cast(column.type.value_type)
+
+
+def distinct(column: Column) -> tuple[npt.NDArray[np.int64], list[Any]]:
+    """The different cells, and which of them each row holds: (int64 [rows], values).
+
+    Cells differ when Python shows them differently: 1, 1.0 and True are three cells.
+    """
+    column = decoded(column)
+    if not isinstance(column, list) and not pa.types.is_nested(column.type):
+        encoded = column.combine_chunks().dictionary_encode("encode")
+        return encoded.indices.to_numpy().astype(np.int64), encoded.dictionary.to_pylist()
+    codes: dict[str, int] = {}
+    values: list[Any] = []
+    row_codes = np.empty(len(column), dtype=np.int64)
+    for row, cell in enumerate(to_cells(column)):
+        code = codes.setdefault(repr(cell), len(values))
+        if code == len(values):
+            values.append(cell)
+        row_codes[row] = code
+    return row_codes, values
+
+
+def storable(array: pa.Array) -> pa.Array:
+    """The array with its empty structs, at any depth, turned into nulls: Parquet cannot store them."""
+    if not _has_empty_struct(array.type):
+        return array
+    valid = array.is_valid()
+    if pa.types.is_struct(array.type) and array.type.num_fields:
+        children = [storable(child) for child in array.flatten()]
+        names = [field.name for field in array.type]
+        return pa.StructArray.from_arrays(children, names, mask=pc.invert(valid))
+    if pa.types.is_list(array.type) or pa.types.is_large_list(array.type):
+        lists = pa.LargeListArray if pa.types.is_large_list(array.type) else pa.ListArray
+        offsets = pa.array(array.offsets.to_numpy())  # copied: a mask is not allowed beside sliced offsets
+        return lists.from_arrays(offsets, storable(array.values), mask=pc.invert(valid))
+    return pa.nulls(len(array))
+
+
+def _has_empty_struct(dtype: pa.DataType) -> bool:
+    if pa.types.is_struct(dtype):
+        return dtype.num_fields == 0 or any(_has_empty_struct(field.type) for field in dtype)
+    if pa.types.is_map(dtype):
+        return _has_empty_struct(dtype.item_type)
+    return is_list(dtype) and _has_empty_struct(dtype.value_type)
+
+
+def shown(value: object, width: int = 80) -> str:
+    """`value` as a message shows it: its repr, cut to `width` characters."""
+    text = repr(value)
+    return text if len(text) <= width else f"{text[: width - 1]}…"
+
+
+def kind_of(value: object) -> str:
+    """What kind of JSON value `value` is, in words, for messages that must not quote it."""
+    kinds = ((bool, "true or false"), ((int, float), "a number"), (str, "a string"), (list, "a list"))
+    return next((name for types, name in kinds if isinstance(value, types)), "an object")

@@ -1,0 +1,165 @@
+"""How each row is sampled: the parameter columns, single or as one struct."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any, TypeAlias, TypeGuard
+
+import numpy as np
+
+from batchkv.errors import RowError
+from batchkv.io.columns import (
+    PARAMETER_COLUMNS,
+    PARAMETER_STRUCT,
+    Column,
+    distinct,
+    shown,
+)
+from batchkv.sampling_params import SamplingParams
+
+# What cells set, by parameter.
+Values: TypeAlias = dict[str, Any]
+
+MAX_INT32 = 2**31 - 1
+MAX_SAMPLES = 2**16
+
+
+def read_parameters(
+    columns: Mapping[str, Column], defaults: SamplingParams, num_rows: int
+) -> tuple[list[SamplingParams], dict[int, RowError]]:
+    """The parameters of each row and the errors by row number; a row with an error has the defaults.
+
+    A null cell falls back to the default, and a cell of a single column beats its field in the struct.
+    Equal parameters are one object, and each distinct combination of cells is checked once.
+    """
+    codes, parsed = [], []
+    for name in (PARAMETER_STRUCT, *PARAMETER_COLUMNS):
+        if name in columns:
+            column_codes, cells = distinct(columns[name])
+            codes.append(column_codes)
+            parsed.append([_parse_cell(name, cell) for cell in cells])
+    combination = np.zeros(num_rows, dtype=np.int64)
+    for column_codes, values in zip(codes, parsed, strict=True):
+        combination = np.unique(combination * len(values) + column_codes, return_inverse=True)[1]
+    _, first_rows = np.unique(combination, return_index=True)
+    interned: dict[SamplingParams, SamplingParams] = {defaults: defaults}
+    outcomes: list[SamplingParams | RowError] = []
+    for row in first_rows.tolist():
+        outcome = _combine([values[c[row]] for c, values in zip(codes, parsed, strict=True)], defaults)
+        outcomes.append(outcome if isinstance(outcome, RowError) else interned.setdefault(outcome, outcome))
+    by_row = [outcomes[code] for code in combination.tolist()]
+    errors = {row: outcome for row, outcome in enumerate(by_row) if isinstance(outcome, RowError)}
+    return [defaults if isinstance(outcome, RowError) else outcome for outcome in by_row], errors
+
+
+def _combine(layers: Sequence[Values | RowError], defaults: SamplingParams) -> SamplingParams | RowError:
+    """`defaults` overlaid by the layers, the later ones on top; or what is wrong with them."""
+    values: Values = {}
+    for layer in layers:
+        if isinstance(layer, RowError):
+            return layer
+        values.update(layer)
+    try:
+        return replace(defaults, **values)
+    except ValueError as error:
+        return RowError("bad_parameter", str(error))
+
+
+def _parse_cell(column: str, cell: object) -> Values | RowError:
+    """The parameters that one cell sets: none if it is null, several if it is the struct."""
+    if cell is None:
+        return {}
+    try:
+        if column != PARAMETER_STRUCT:
+            return {column: _PARSERS[column](column, cell)}
+        if not isinstance(cell, dict):
+            raise _wrong(column, cell, "a struct of parameters")
+        given = {name: value for name, value in cell.items() if value is not None}
+        unknown = ", ".join(name for name in given if name not in _PARSERS)
+        if unknown:
+            raise ValueError(f"{column} has the unknown fields {unknown:.80}, can have {', '.join(_PARSERS)}")
+        return {name: _PARSERS[name](name, value) for name, value in given.items()}
+    except ValueError as error:
+        return RowError("bad_parameter", str(error))
+
+
+def _wrong(name: str, value: object, allowed: str) -> ValueError:
+    return ValueError(f"{name} is {shown(value)}, must be {allowed}")
+
+
+def _is_finite(value: object) -> TypeGuard[int | float]:
+    """Whether `value` is an int or a float, but no bool, that a float can hold."""
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        return False
+    try:
+        return math.isfinite(value)
+    except OverflowError:
+        return False
+
+
+def _integer(name: str, value: object, low: int, high: int, allowed: str) -> int:
+    # pandas turns a column of integers that has nulls into floats: 3.0 is meant as 3.
+    if _is_finite(value) and value == int(value) and low <= value <= high:
+        return int(value)
+    raise _wrong(name, value, allowed)
+
+
+def _samples(name: str, value: object) -> int:
+    return _integer(name, value, 1, MAX_SAMPLES, f"an integer from 1 to {MAX_SAMPLES}")
+
+
+def _max_tokens(name: str, value: object) -> int:
+    return _integer(name, value, 1, MAX_INT32, f"an integer from 1 to {MAX_INT32}")
+
+
+def _top_k(name: str, value: object) -> int:
+    # -1 switches it off in vLLM.
+    return max(0, _integer(name, value, -1, MAX_INT32, f"an integer from 0 (off) to {MAX_INT32}"))
+
+
+def _seed(name: str, value: object) -> int:
+    return _integer(name, value, -(2**63), 2**64 - 1, "a 64-bit integer")
+
+
+def _number(name: str, value: object) -> float:
+    if not _is_finite(value):
+        raise _wrong(name, value, "a finite number")
+    return float(value)
+
+
+def _flag(name: str, value: object) -> bool:
+    if value in (0, 1) and isinstance(value, (int, float)):
+        return bool(value)
+    no_alternatives = ": no alternatives to the sampled token are returned" if name == "logprobs" else ""
+    raise _wrong(name, value, f"true or false{no_alternatives}")
+
+
+def _stop_strings(name: str, value: object) -> tuple[str, ...]:
+    strings = [value] if isinstance(value, str) else value
+    if not isinstance(strings, list) or not all(isinstance(s, str) and s for s in strings):
+        raise _wrong(name, value, "a string or a list of strings, none of them empty")
+    return tuple(strings)
+
+
+def _stop_tokens(name: str, value: object) -> tuple[int, ...]:
+    allowed = f"a list of integers from 0 to {MAX_INT32}"
+    if not isinstance(value, list):
+        raise _wrong(name, value, allowed)
+    return tuple(_integer(name, token, 0, MAX_INT32, allowed) for token in value)
+
+
+_PARSERS: dict[str, Callable[[str, object], Any]] = {
+    "n": _samples,
+    "max_tokens": _max_tokens,
+    "temperature": _number,
+    "top_p": _number,
+    "top_k": _top_k,
+    "min_p": _number,
+    "seed": _seed,
+    "stop": _stop_strings,
+    "stop_token_ids": _stop_tokens,
+    "ignore_eos": _flag,
+    "logprobs": _flag,
+}
