@@ -1,0 +1,343 @@
+"""From logits to the next token of every row, and its log-probability.
+
+The filters and their order are those of transformers: temperature, top_k, top_p, min_p. (vLLM applies min_p
+before top_k and top_p, which gives other samples where min_p meets top_p.)
+
+Shape suffixes: B rows, V vocabulary, W the W largest logits of a row in descending order, N blocks of _BLOCK
+tokens, K tokens of one block.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from enum import IntEnum
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from batchkv.random_numbers import uniforms
+from batchkv.sampling_params import SamplingParams
+
+# Tokens whose weights are summed together for the two-level search of the inverse CDF: near the square root
+# of common vocabularies (49k to 262k), where the two levels cost the same.
+_BLOCK = 256
+# How many of a row's largest logits are looked at to find where top_k and top_p cut; the whole row is sorted
+# only when the cut lies beyond the last of these.
+_WIDTHS = (64, 1024)
+# Bytes of fp32 logits worked on at once. On a CPU they stay in cache. Elsewhere they are enough to fill the
+# device; sorting whole rows takes some ten times as much.
+_CHUNK_BYTES_CPU = 4 << 20
+_CHUNK_BYTES = 16 << 20
+
+
+class InvalidLogitsError(ValueError):
+    """Some rows have no distribution to sample from: a NaN, a +inf, or every token masked with -inf.
+
+    Sampling is stateless: the caller drops these rows and samples the others again.
+
+    Attributes:
+        rows: indices into the batch, ascending.
+    """
+
+    def __init__(self, rows: tuple[int, ...]) -> None:
+        super().__init__(f"logits of batch rows {list(rows)} hold NaN or +inf, or mask every token")
+        self.rows = rows
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingBatch:
+    """Sampling parameters of B rows as arrays.
+
+    Attributes:
+        temperature: float32 [B], 0 is greedy; otherwise a normal number.
+        top_k: int32 [B], 0 keeps all.
+        top_p: float64 [B], 1 keeps all. In double precision, or a cut at exactly 0.3 would be at 0.30000001.
+        min_p: float32 [B], 0 keeps all.
+        key: uint64 [B], from `random_numbers.stream_key`.
+    """
+
+    temperature: npt.NDArray[np.float32]
+    top_k: npt.NDArray[np.int32]
+    top_p: npt.NDArray[np.float64]
+    min_p: npt.NDArray[np.float32]
+    key: npt.NDArray[np.uint64]
+
+    @classmethod
+    def from_params(cls, params: Sequence[SamplingParams], keys: npt.ArrayLike) -> SamplingBatch:
+        """Parameters of each row, with the key of its stream of random numbers (uint64 [B])."""
+        temperature = np.array([p.temperature for p in params], np.float64)
+        limits = np.finfo(np.float32)
+        # A temperature that fp32 cannot hold would become 0 (greedy) or inf: take the nearest that it can.
+        temperature = np.where(temperature > 0, np.clip(temperature, limits.tiny, limits.max), 0)
+        int32_max = np.iinfo(np.int32).max
+        return cls(
+            temperature=temperature.astype(np.float32),
+            top_k=np.array([min(p.top_k, int32_max) for p in params], np.int32),
+            top_p=np.array([p.top_p for p in params], np.float64),
+            min_p=np.array([p.min_p for p in params], np.float32),
+            key=np.asarray(keys, np.uint64),
+        )
+
+    def __len__(self) -> int:
+        return len(self.key)
+
+    def take(self, indices: npt.NDArray[np.integer]) -> SamplingBatch:
+        """The rows at `indices`, in that order; repeats are fine."""
+        return SamplingBatch(
+            self.temperature[indices],
+            self.top_k[indices],
+            self.top_p[indices],
+            self.min_p[indices],
+            self.key[indices],
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Sampled:
+    """The next token of each of B rows.
+
+    Attributes:
+        token_ids: int64 [B].
+        logprobs: float32 [B], log-softmax of logits / temperature (greedy rows: of the logits) at the token,
+            before any filter.
+    """
+
+    token_ids: npt.NDArray[np.int64]
+    logprobs: npt.NDArray[np.float32]
+
+
+def sample(logits_BV: torch.Tensor, batch: SamplingBatch, positions: npt.NDArray[np.int64]) -> Sampled:
+    """Samples one token per row.
+
+    Greedy rows take the likeliest token, the lowest id among equals. Other rows invert the CDF over the
+    tokens kept, in vocabulary order, at `uniforms(key, position)`. A row's result does not depend on the
+    other rows.
+
+    Args:
+        logits_BV: fp32, bf16 or fp16 on any device. Tokens at -inf are never sampled. Not changed.
+        batch: parameters of the B rows.
+        positions: int64 [B], index of the token within its sample.
+
+    Raises:
+        InvalidLogitsError: names the rows that cannot be sampled.
+        ValueError: the arguments have different numbers of rows.
+    """
+    if not len(logits_BV) == len(batch) == len(positions):
+        raise ValueError(
+            f"{len(logits_BV)} rows of logits, {len(batch)} of parameters and {len(positions)} positions: "
+            "must be as many of each"
+        )
+    if not len(batch):
+        return Sampled(np.empty(0, np.int64), np.empty(0, np.float32))
+    uniforms_B = uniforms(batch.key, positions)
+    chunks = list(_chunks(batch, logits_BV))
+    drawn = []
+    for kind, rows in chunks:
+        params = _Rows.on(logits_BV.device, batch.take(rows), uniforms_B[rows])
+        drawn.append(_draw_chunk(_select(logits_BV, rows), kind, params))
+    tokens_B, logprobs_B, best_B = (torch.cat(parts).cpu().numpy() for parts in zip(*drawn, strict=True))
+    order_B = np.argsort(np.concatenate([rows for _, rows in chunks]))
+    invalid = np.flatnonzero(~np.isfinite(best_B[order_B]))
+    if len(invalid):
+        raise InvalidLogitsError(tuple(invalid.tolist()))
+    return Sampled(tokens_B[order_B], logprobs_B[order_B])
+
+
+class _Kind(IntEnum):
+    """What a row needs. Rows of a kind are worked on together, so that none pays for another's filters."""
+
+    GREEDY = 0
+    UNFILTERED = 1
+    FILTERED = 2
+
+
+@dataclass(frozen=True, slots=True)
+class _Rows:
+    """Parameters of the rows of a chunk, each [B], on the logits' device; temperature is 1 in greedy rows."""
+
+    temperature: torch.Tensor
+    top_k: torch.Tensor
+    top_p: torch.Tensor
+    min_p: torch.Tensor
+    uniform: torch.Tensor
+
+    @classmethod
+    def on(cls, device: torch.device, batch: SamplingBatch, uniforms_B: npt.NDArray[np.float64]) -> _Rows:
+        temperature_B = np.where(batch.temperature == 0, np.float32(1), batch.temperature)
+        arrays = (temperature_B, batch.top_k.astype(np.int64), batch.top_p, batch.min_p, uniforms_B)
+        return cls(*(torch.from_numpy(array).to(device) for array in arrays))
+
+    def take(self, indices: torch.Tensor) -> _Rows:
+        return _Rows(
+            self.temperature[indices],
+            self.top_k[indices],
+            self.top_p[indices],
+            self.min_p[indices],
+            self.uniform[indices],
+        )
+
+
+def _chunks(batch: SamplingBatch, logits_BV: torch.Tensor) -> Iterator[tuple[_Kind, npt.NDArray[np.int64]]]:
+    """Every row once: rows of one kind at a time, ascending, as many as fit the memory for temporaries."""
+    chunk_bytes = _CHUNK_BYTES_CPU if logits_BV.device.type == "cpu" else _CHUNK_BYTES
+    step = max(1, chunk_bytes // (4 * logits_BV.shape[1]))
+    filtered_B = (batch.top_k > 0) | (batch.top_p < 1) | (batch.min_p > 0)
+    kind_B = np.where(filtered_B, _Kind.FILTERED, _Kind.UNFILTERED)
+    kind_B[batch.temperature == 0] = _Kind.GREEDY
+    for kind in _Kind:
+        rows = np.flatnonzero(kind_B == kind)
+        for start in range(0, len(rows), step):
+            yield kind, rows[start : start + step]
+
+
+def _select(logits_BV: torch.Tensor, rows: npt.NDArray[np.int64]) -> torch.Tensor:
+    """The given ascending rows as fp32; a view where nothing has to be moved."""
+    first, last = int(rows[0]), int(rows[-1])
+    if last - first + 1 == len(rows):
+        return logits_BV[first : last + 1].float()
+    return logits_BV[torch.from_numpy(rows).to(logits_BV.device)].float()
+
+
+def _draw_chunk(
+    logits_BV: torch.Tensor, kind: _Kind, rows: _Rows
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Tokens (int64 [B]), log-probabilities (fp32 [B]) and the greatest logits (fp32 [B]) of fp32 rows."""
+    vocabulary = logits_BV.shape[1]
+    best_B, tokens_B = logits_BV.max(-1)  # documented to be the first of equals
+    weights_BNK = _weights(logits_BV, best_B, rows.temperature)
+    sums_BN = weights_BNK.sum(-1)
+    mass_B = sums_BN.double().sum(-1)
+    if kind is _Kind.FILTERED:
+        weights_BV = weights_BNK.flatten(1)[:, :vocabulary]
+        _filter(weights_BV, logits_BV, best_B, mass_B, rows)
+        sums_BN = weights_BNK.sum(-1)
+    if kind is not _Kind.GREEDY:
+        tokens_B = _search(weights_BNK, sums_BN, rows.uniform)
+    chosen_B = logits_BV.gather(1, tokens_B[:, None])[:, 0]
+    logprobs_B = (chosen_B - best_B) / rows.temperature - mass_B.log()
+    return tokens_B, logprobs_B.float(), best_B
+
+
+def _weights(logits_BV: torch.Tensor, best_B: torch.Tensor, temperature_B: torch.Tensor) -> torch.Tensor:
+    """exp((logits - best) / temperature) in [0, 1] as [B, N, K], with zeros after the end of the vocabulary.
+
+    The likeliest token weighs 1. Subtracting before dividing keeps tiny temperatures from overflowing.
+    """
+    rows, vocabulary = logits_BV.shape
+    blocks = -(-vocabulary // _BLOCK)
+    weights = logits_BV.new_empty(rows, blocks * _BLOCK)
+    weights[:, vocabulary:] = 0
+    torch.sub(logits_BV, best_B[:, None], out=weights[:, :vocabulary])
+    weights[:, :vocabulary].div_(temperature_B[:, None]).exp_()
+    return weights.view(rows, blocks, _BLOCK)
+
+
+def _search(weights_BNK: torch.Tensor, sums_BN: torch.Tensor, uniforms_B: torch.Tensor) -> torch.Tensor:
+    """The tokens at the given points of the CDF, int64 [B]: first the block, then the token within it."""
+    block_B, within_B = _invert_cdf(sums_BN, uniforms_B)
+    weights_BK = weights_BNK[torch.arange(len(block_B), device=block_B.device), block_B]
+    token_B, _ = _invert_cdf(weights_BK, within_B)
+    return block_B * _BLOCK + token_B
+
+
+def _invert_cdf(weights_BN: torch.Tensor, uniforms_B: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Where the uniforms (float64 in [0, 1]) fall in the CDF, and how far into that entry (in [0, 1]).
+
+    The entry has a weight above 0, whatever the rounding, as long as its row has one.
+    """
+    # Entries without weight get no place in the CDF: a GPU adds in an order that may differ from entry to
+    # entry, and could leave them a gap of one rounding error.
+    cdf_BN = weights_BN.cumsum(-1, dtype=torch.float64).masked_fill(weights_BN == 0, 0)
+    total_B = cdf_BN.amax(-1)
+    target_B = torch.minimum(uniforms_B * total_B, torch.nextafter(total_B, torch.zeros_like(total_B)))
+    index_B = (cdf_BN > target_B[:, None]).byte().argmax(-1)  # the first of equals
+    weight_B = weights_BN.gather(1, index_B[:, None])[:, 0].double()
+    end_B = cdf_BN.gather(1, index_B[:, None])[:, 0]
+    return index_B, (1 - (end_B - target_B) / weight_B).clamp(0, 1)
+
+
+def _filter(
+    weights_BV: torch.Tensor, logits_BV: torch.Tensor, best_B: torch.Tensor, mass_B: torch.Tensor, rows: _Rows
+) -> None:
+    """Sets the weights of removed tokens to 0, in place. mass_B: sums of all weights, float64."""
+    lowest_B, ties_B = _cut(logits_BV, best_B, mass_B, rows)
+    weights_BV.masked_fill_(logits_BV < lowest_B[:, None], 0)
+    _remove_ties(weights_BV, logits_BV, lowest_B, ties_B)
+    # The likeliest token is never removed and weighs 1, so min_p times its weight is min_p.
+    if bool((rows.min_p > 0).any()):
+        weights_BV.masked_fill_(weights_BV < rows.min_p[:, None], 0)
+
+
+def _cut(
+    logits_BV: torch.Tensor, best_B: torch.Tensor, mass_B: torch.Tensor, rows: _Rows
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Where top_k and then top_p cut.
+
+    Returns:
+        The lowest logit kept (fp32 [B], -inf where both are off), and of the tokens with exactly this logit
+        how many are kept (int64 [B], V where it is all of them).
+    """
+    vocabulary = logits_BV.shape[1]
+    lowest_B = torch.full_like(best_B, -torch.inf)
+    ties_B = torch.full_like(rows.top_k, vocabulary)
+    open_ = ((rows.top_k > 0) | (rows.top_p < 1)).nonzero()[:, 0]
+    for width in (*(w for w in _WIDTHS if w < vocabulary), vocabulary):
+        if not len(open_):
+            break
+        logits = logits_BV if len(open_) == len(logits_BV) else logits_BV[open_]
+        largest = logits.topk(width).values if width < vocabulary else logits.sort(descending=True).values
+        params = rows.take(open_)
+        lowest, ties, settled = _cut_within(largest, best_B[open_], mass_B[open_], params, vocabulary)
+        lowest_B[open_], ties_B[open_] = lowest, ties
+        open_ = open_[~settled]
+    return lowest_B, ties_B
+
+
+def _cut_within(
+    logits_BW: torch.Tensor, best_B: torch.Tensor, mass_B: torch.Tensor, rows: _Rows, vocabulary: int
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """`_cut` from the W largest logits of each row; the third result is false where these are too few."""
+    width = logits_BW.shape[1]
+    limited_B = (rows.top_k > 0) & (rows.top_k < vocabulary)
+    k_B = torch.where(limited_B, rows.top_k, vocabulary)
+    kth_B = logits_BW.gather(1, (k_B.clamp(max=width) - 1)[:, None])
+    weights_BW = ((logits_BW - best_B[:, None]) / rows.temperature[:, None]).exp().double()
+    top_k_BW = (logits_BW >= kth_B) & (weights_BW > 0)  # all that equal the k-th stay
+
+    # top_p keeps a token when the mass of the likelier ones is below top_p, after top_k is renormalized.
+    weights_BW = weights_BW * top_k_BW
+    mass_B = torch.where(limited_B, weights_BW.sum(-1), mass_B)
+    before_BW = weights_BW.cumsum(-1) - weights_BW
+    whole_B = rows.top_p == 1
+    kept_BW = top_k_BW & (whole_B[:, None] | (before_BW < (rows.top_p * mass_B)[:, None]))
+
+    last_B = (kept_BW.sum(-1) - 1).clamp(min=0)  # 0 kept: only where the logits are NaN
+    lowest_B = logits_BW.gather(1, last_B[:, None])
+    equal_BW = logits_BW == lowest_B
+    splits_B = (equal_BW & ~kept_BW).any(-1)
+    ties_B = torch.where(splits_B, (equal_BW & kept_BW).sum(-1), vocabulary)
+
+    # With top_k the mass is known once all that equal the k-th are here; without, it is known beforehand.
+    within_top_k_B = (k_B <= width) & (whole_B | ~top_k_BW[:, -1])
+    settled_B = torch.where(limited_B, within_top_k_B, ~kept_BW[:, -1])
+    return lowest_B[:, 0], ties_B, settled_B | (width == vocabulary)
+
+
+def _remove_ties(
+    weights_BV: torch.Tensor, logits_BV: torch.Tensor, lowest_B: torch.Tensor, ties_B: torch.Tensor
+) -> None:
+    """Keeps only the last ties_B of the tokens at the lowest logit, in place.
+
+    Those that stay are the highest ids: as from a stable ascending sort, and the same on every device. (Which
+    of them stay in transformers depends on its sort, which is not stable.)
+    """
+    split = (ties_B < logits_BV.shape[1]).nonzero()[:, 0]
+    if not len(split):
+        return
+    row, token = (logits_BV[split] == lowest_B[split, None]).nonzero(as_tuple=True)
+    end_of_row = row.bincount(minlength=len(split)).cumsum(0)
+    ties_after = end_of_row[row] - 1 - torch.arange(len(row), device=row.device)
+    excess = ties_after >= ties_B[split][row]
+    weights_BV[split[row[excess]], token[excess]] = 0

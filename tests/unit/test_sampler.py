@@ -1,0 +1,361 @@
+"""Samples follow the distribution that transformers' warpers leave, whatever else is in the batch."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from transformers.generation.logits_process import MinPLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
+
+from batchkv import sampler
+from batchkv.random_numbers import stream_key
+from batchkv.sampler import InvalidLogitsError, Sampled, SamplingBatch, sample
+from batchkv.sampling_params import SamplingParams
+
+
+def batch_of(*params: SamplingParams, samples: int = 1) -> SamplingBatch:
+    """Each of the params `samples` times in a row, every sample with a key of its own."""
+    repeated = [p for p in params for _ in range(samples)]
+    return SamplingBatch.from_params(repeated, [stream_key(0, i, 0) for i in range(len(repeated))])
+
+
+def transformers_probabilities(logits_V: torch.Tensor, params: SamplingParams) -> torch.Tensor:
+    """float64 [V], from the real warpers in the order of `generate`, summing in double precision."""
+    scores = (logits_V[None].float() / params.temperature).double()
+    ids = torch.empty(1, 0, dtype=torch.long)
+    if params.top_k:
+        scores = TopKLogitsWarper(params.top_k)(ids, scores)
+    if params.top_p < 1:
+        scores = TopPLogitsWarper(params.top_p)(ids, scores)
+    if params.min_p:
+        scores = MinPLogitsWarper(params.min_p)(ids, scores)
+    return scores[0].double().softmax(-1)
+
+
+def draw(logits_V: torch.Tensor, params: SamplingParams, count: int) -> Sampled:
+    """The tokens of one stream at positions 0, 1, ..., all from the same logits."""
+    batch = batch_of(params).take(np.zeros(count, np.int64))
+    return sample(logits_V.expand(count, -1), batch, np.arange(count))
+
+
+def sampled_at(
+    logits_V: torch.Tensor, params: SamplingParams, points: np.ndarray, monkeypatch: pytest.MonkeyPatch
+) -> Sampled:
+    """Samples with the random numbers given."""
+    monkeypatch.setattr(sampler, "uniforms", lambda keys, positions: points)
+    return draw(logits_V, params, len(points))
+
+
+def kept(logits_BV: torch.Tensor, params: list[SamplingParams]) -> torch.Tensor:
+    """bool [B, V], what the filters leave. White box: the draws alone would show small weights too seldom."""
+    logits_BV = logits_BV.float()
+    rows = sampler._Rows.on(logits_BV.device, batch_of(*params), np.zeros(len(params)))
+    best_B = logits_BV.amax(-1)
+    weights_BNK = sampler._weights(logits_BV, best_B, rows.temperature)
+    weights_BV = weights_BNK.flatten(1)[:, : logits_BV.shape[1]]
+    sampler._filter(weights_BV, logits_BV, best_B, weights_BNK.double().sum((1, 2)), rows)
+    return weights_BV > 0
+
+
+# ---------------------------------------------------------------- greedy
+
+
+def test_greedy_takes_the_lowest_id_of_the_likeliest() -> None:
+    logits = torch.tensor([[0.0, 3, 1, 3], [2, 2, 2, 2], [-torch.inf, -5, -torch.inf, -6]])
+    result = sample(logits, batch_of(SamplingParams(), samples=3), np.arange(3))
+    assert result.token_ids.tolist() == [1, 0, 1]
+    assert result.token_ids.dtype == np.int64
+    expected = logits.log_softmax(-1)[[0, 1, 2], [1, 0, 1]].numpy()
+    np.testing.assert_allclose(result.logprobs, expected, rtol=1e-6)
+
+
+def test_greedy_ignores_filters_and_random_numbers() -> None:
+    logits = torch.randn(20, 300, generator=torch.Generator().manual_seed(0))
+    params = [SamplingParams(top_k=3), SamplingParams(top_p=0.5), SamplingParams(min_p=0.5), SamplingParams()]
+    result = sample(logits, batch_of(*params, samples=5), np.arange(20))
+    assert result.token_ids.tolist() == logits.argmax(-1).tolist()
+
+
+# ---------------------------------------------------------------- distributions
+
+LOGITS = torch.tensor([0.3, -1.0, 1.7, 0.3, -0.2, 2.0, -3.0, 1.1])
+FILTERS = {
+    "none": SamplingParams(temperature=1.0),
+    "temperature": SamplingParams(temperature=0.6),
+    "top_k": SamplingParams(temperature=1.0, top_k=4),
+    "top_p": SamplingParams(temperature=1.0, top_p=0.8),
+    "min_p": SamplingParams(temperature=1.0, min_p=0.17),
+    "all": SamplingParams(temperature=1.4, top_k=6, top_p=0.9, min_p=0.2),
+}
+
+
+@pytest.mark.parametrize("name", FILTERS)
+def test_samples_follow_the_exact_probabilities(name: str) -> None:
+    count = 8_000
+    expected = transformers_probabilities(LOGITS, FILTERS[name]).numpy() * count
+    observed = np.bincount(draw(LOGITS, FILTERS[name], count).token_ids, minlength=len(LOGITS))
+    assert not observed[expected == 0].any()
+    kept = expected > 0
+    chi_square = ((observed[kept] - expected[kept]) ** 2 / expected[kept]).sum()
+    freedom = kept.sum() - 1
+    assert chi_square < freedom + 4 * np.sqrt(2 * freedom)  # mean + 4 standard deviations
+
+
+def test_samples_follow_the_probabilities_across_blocks() -> None:
+    logits = torch.full((1000,), -torch.inf)
+    tokens = torch.tensor([0, 255, 256, 257, 511, 512, 998, 999])
+    logits[tokens] = LOGITS
+    count = 8_000
+    result = draw(logits, FILTERS["none"], count)
+    observed = np.bincount(result.token_ids, minlength=1000)[tokens]
+    expected = transformers_probabilities(LOGITS, FILTERS["none"]).numpy() * count
+    assert observed.sum() == count
+    assert ((observed - expected) ** 2 / expected).sum() < 7 + 4 * np.sqrt(14)
+
+
+def test_cdf_is_inverted_in_vocabulary_order(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Quantiles against an inverse CDF in float64, over several blocks and with a filter."""
+    logits = torch.randn(700, generator=torch.Generator().manual_seed(1)) * 3
+    points = (np.arange(4000) + 0.5) / 4000
+    for params in (SamplingParams(temperature=0.8), SamplingParams(temperature=0.8, top_k=40)):
+        cdf = transformers_probabilities(logits, params).cumsum(-1).numpy()
+        result = sampled_at(logits, params, points, monkeypatch)
+        distance = np.minimum(abs(cdf[result.token_ids] - points), abs(cdf[result.token_ids - 1] - points))
+        differs = np.searchsorted(cdf, points, side="right") != result.token_ids
+        assert (distance[differs] < 1e-6).all()
+        assert differs.mean() < 0.01
+
+
+@pytest.mark.parametrize("params", FILTERS.values(), ids=FILTERS.keys())
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_ends_of_the_cdf_are_kept_tokens(
+    params: SamplingParams, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The extremes of the uniforms never give a removed token or one past the vocabulary."""
+    logits = torch.randn(1000, generator=torch.Generator().manual_seed(2)).to(dtype)
+    logits[:300] = logits[900:] = -torch.inf
+    kept = transformers_probabilities(logits, params).nonzero()[:, 0]
+    result = sampled_at(logits, params, np.array([2.0**-53, 1 - 2.0**-53]), monkeypatch)
+    assert result.token_ids.tolist() == [kept[0], kept[-1]]
+
+
+# ---------------------------------------------------------------- log-probabilities
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_logprobs_are_those_before_the_filters(dtype: torch.dtype) -> None:
+    params = [*FILTERS.values(), SamplingParams()]
+    logits = (torch.randn(10 * len(params), 900, generator=torch.Generator().manual_seed(3)) * 4).to(dtype)
+    batch = batch_of(*params, samples=10)
+    result = sample(logits, batch, np.arange(len(logits)))
+    temperature = np.where(batch.temperature == 0, 1, batch.temperature)
+    exact = (logits.double() / torch.from_numpy(temperature)[:, None]).log_softmax(-1)
+    expected = exact[torch.arange(len(logits)), torch.from_numpy(result.token_ids)]
+    assert result.logprobs.dtype == np.float32
+    np.testing.assert_allclose(result.logprobs, expected.numpy(), rtol=1e-5, atol=1e-6)
+
+
+# ---------------------------------------------------------------- kept sets equal those of transformers
+
+
+def assert_same_logits(logits_V: torch.Tensor, mine_V: torch.Tensor, theirs_V: torch.Tensor) -> None:
+    """Of equal logits at the cut transformers keeps whichever an unstable sort puts last: any will do."""
+    assert mine_V.sum() == theirs_V.sum()
+    assert torch.equal(logits_V[mine_V].sort().values, logits_V[theirs_V].sort().values)
+
+
+# Logits on a grid, so that ties are common. The thresholds are odd, so that no sum of probabilities falls on
+# one exactly: there the rounding would decide, on either side.
+logit_rows = st.lists(st.integers(-12, 12).map(lambda i: i / 4), min_size=1, max_size=40)
+top_ps = st.sampled_from([1.0, 0.0312719, 0.213713, 0.517311, 0.781391, 0.913717, 0.983171])
+min_ps = st.sampled_from([0.0, 0.0113719, 0.0517311, 0.213713, 0.617311, 1.0])
+
+
+@settings(max_examples=300, deadline=None)
+@given(
+    logits=logit_rows,
+    masked=st.sets(st.integers(1, 39)),
+    top_k=st.integers(0, 45),
+    top_p=top_ps,
+    min_p=min_ps,
+    temperature=st.sampled_from([0.7, 1.0, 1.9]),
+)
+def test_kept_tokens_are_those_of_transformers(
+    logits: list[float], masked: set[int], top_k: int, top_p: float, min_p: float, temperature: float
+) -> None:
+    row = torch.tensor([-torch.inf if i in masked else logit for i, logit in enumerate(logits)])
+    params = SamplingParams(temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p)
+    expected = transformers_probabilities(row, params) > 0
+    assert_same_logits(row, kept(row[None], [params])[0], expected)
+
+
+LARGE = [
+    SamplingParams(temperature=1.0, top_k=1500),
+    SamplingParams(temperature=1.0, top_k=64),
+    SamplingParams(temperature=1.0, top_k=64, top_p=0.99917),
+    SamplingParams(temperature=1.0, top_k=70, top_p=0.97173),
+    SamplingParams(temperature=1.3, top_p=0.51733),
+    SamplingParams(temperature=1.3, top_p=0.99917),
+    SamplingParams(temperature=0.7, top_k=2500, top_p=0.95171),
+    SamplingParams(temperature=1.0, top_k=100, top_p=0.91371, min_p=0.1),
+    SamplingParams(temperature=1.0, top_k=5000, top_p=0.31273),
+    SamplingParams(temperature=1.0, min_p=0.02),
+]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("scale", [0.0, 0.5, 3.0])
+def test_kept_tokens_of_a_large_vocabulary_are_those_of_transformers(
+    scale: float, dtype: torch.dtype
+) -> None:
+    """Through every width of the search for the cut; bf16 and scale 0 put many equal logits at the cut."""
+    generator = torch.Generator().manual_seed(4)
+    logits = (torch.randn(len(LARGE), 3000, generator=generator) * scale).to(dtype)
+    mine = kept(logits, LARGE)
+    for row, params in enumerate(LARGE):
+        assert_same_logits(logits[row], mine[row], transformers_probabilities(logits[row], params) > 0)
+
+
+def test_top_p_keeps_the_highest_ids_of_equals() -> None:
+    logits = torch.tensor([[1.0, 5.0, 1.0, 1.0, 1.0]])
+    logits = torch.cat([logits, torch.zeros(1, 5)])
+    params = [SamplingParams(temperature=1.0, top_p=0.96), SamplingParams(temperature=1.0, top_p=0.3)]
+    # Probabilities: 0.932 and four of 0.017; then five of 0.2.
+    assert kept(logits, params).tolist() == [
+        [False, True, False, True, True],
+        [False, False, False, True, True],
+    ]
+
+
+def test_top_p_at_exactly_the_mass_of_some_tokens_keeps_these() -> None:
+    for kept_count, top_p in ((1, 0.1), (3, 0.3), (7, 0.7), (9, 0.9)):
+        params = SamplingParams(temperature=1.0, top_p=top_p)
+        assert kept(torch.zeros(1, 10), [params]).sum() == kept_count
+
+
+# ---------------------------------------------------------------- batches
+
+MIXED = [
+    *FILTERS.values(),
+    SamplingParams(),
+    SamplingParams(temperature=2.0, top_p=0.9),
+    SamplingParams(temperature=1.5, top_k=900, top_p=0.99),
+]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_a_row_does_not_depend_on_its_neighbours(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    generator = torch.Generator().manual_seed(5)
+    logits = (torch.randn(64, 3001, generator=generator) * 2).to(dtype)
+    batch = batch_of(*[MIXED[i % len(MIXED)] for i in range(64)])
+    positions = np.arange(64) * 7
+    together = sample(logits, batch, positions)
+    backwards = sample(logits.flip(0), batch.take(np.arange(64)[::-1]), positions[::-1])
+    monkeypatch.setattr(sampler, "_CHUNK_BYTES_CPU", 3 * 4 * 3001)
+    chunked = sample(logits, batch, positions)
+    alone = [sample(logits[i : i + 1], batch.take(np.array([i])), positions[i : i + 1]) for i in range(64)]
+    tokens = together.token_ids.tolist()
+    assert tokens == backwards.token_ids[::-1].tolist() == chunked.token_ids.tolist()
+    assert tokens == [one.token_ids[0] for one in alone]
+    np.testing.assert_allclose(together.logprobs, [one.logprobs[0] for one in alone], rtol=1e-6)
+
+
+def test_samples_differ_by_key_and_by_position() -> None:
+    logits = torch.zeros(1, 4096)
+    params = SamplingParams(temperature=1.0)
+    by_key = sample(logits.expand(50, -1), batch_of(params, samples=50), np.zeros(50, np.int64)).token_ids
+    by_position = draw(logits[0], params, 50).token_ids
+    assert len(set(by_key.tolist())) > 45
+    assert len(set(by_position.tolist())) > 45
+
+
+def test_temporaries_are_bounded() -> None:
+    logits = torch.empty(1000, 1).expand(1000, 262_144)
+    chunks = list(sampler._chunks(batch_of(*MIXED, samples=1000 // len(MIXED)), logits))
+    assert max(len(rows) for _, rows in chunks) * 262_144 * 4 <= sampler._CHUNK_BYTES_CPU
+    assert sorted(np.concatenate([rows for _, rows in chunks])) == list(
+        range(len(MIXED) * (1000 // len(MIXED)))
+    )
+
+
+def test_the_logits_are_not_changed() -> None:
+    logits = torch.randn(len(MIXED), 500, generator=torch.Generator().manual_seed(6))
+    before = logits.clone()
+    sample(logits, batch_of(*MIXED), np.arange(len(MIXED)))
+    assert torch.equal(logits, before)
+
+
+def test_take_and_length() -> None:
+    batch = batch_of(SamplingParams(top_k=3), SamplingParams(temperature=0.5, top_p=0.25, min_p=0.125))
+    taken = batch.take(np.array([1, 0, 1]))
+    assert len(taken) == 3
+    assert taken.top_k.tolist() == [0, 3, 0]
+    assert taken.temperature.tolist() == [0.5, 0, 0.5]
+    assert taken.top_p.tolist() == [0.25, 1, 0.25]
+    assert taken.min_p.tolist() == [0.125, 0, 0.125]
+    assert taken.key.tolist() == batch.key[[1, 0, 1]].tolist()
+
+
+# ---------------------------------------------------------------- extremes
+
+
+def test_an_empty_batch_gives_nothing() -> None:
+    result = sample(torch.empty(0, 100), SamplingBatch.from_params([], []), np.empty(0, np.int64))
+    assert len(result.token_ids) == len(result.logprobs) == 0
+
+
+def test_a_vocabulary_of_one_token() -> None:
+    result = sample(torch.zeros(len(MIXED), 1), batch_of(*MIXED), np.arange(len(MIXED)))
+    assert not result.token_ids.any()
+    assert not result.logprobs.any()
+
+
+@pytest.mark.parametrize("params", [*MIXED], ids=str)
+def test_masked_tokens_are_never_sampled(params: SamplingParams) -> None:
+    logits = torch.full((1000,), -torch.inf)
+    logits[[3, 700]] = 0.0
+    result = draw(logits, params, 100)
+    assert set(result.token_ids.tolist()) <= {3, 700}
+    np.testing.assert_allclose(result.logprobs, np.log(0.5), rtol=1e-6)
+
+
+@pytest.mark.parametrize("temperature", [1e-300, 1e-40, 1e-6, 1e6, 1e300])
+@pytest.mark.parametrize("filters", [{}, {"top_k": 3}, {"top_p": 0.9}, {"min_p": 0.1}], ids=str)
+def test_extreme_temperatures(temperature: float, filters: dict[str, float]) -> None:
+    logits = torch.tensor([-torch.inf, 300.0, -3e38, 299.0, 301.0])
+    params = SamplingParams(temperature=temperature, **filters)
+    result = draw(logits, params, 200)
+    tokens = set(result.token_ids.tolist())
+    assert tokens == {4} if temperature < 1 else tokens <= {1, 2, 3, 4} and len(tokens) > 1
+    assert (result.logprobs <= 0).all()
+    assert np.isfinite(result.logprobs).all()
+
+
+@pytest.mark.parametrize("params", MIXED, ids=str)
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf, -torch.inf])
+def test_rows_that_cannot_be_sampled_are_named(params: SamplingParams, bad: float) -> None:
+    logits = torch.zeros(6, 1500)
+    logits[1, 1499] = bad
+    logits[4] = bad
+    if bad == -torch.inf:
+        logits[1] = bad
+    with pytest.raises(InvalidLogitsError, match=r"rows \[1, 4\]") as raised:
+        sample(logits, batch_of(params, samples=6), np.arange(6))
+    assert raised.value.rows == (1, 4)
+
+
+def test_bad_rows_are_numbered_as_in_the_batch() -> None:
+    logits = torch.zeros(4, 100)
+    logits[[0, 3], 50] = torch.nan
+    params = [MIXED[4], SamplingParams(temperature=1.0), SamplingParams(), SamplingParams()]
+    with pytest.raises(InvalidLogitsError) as raised:
+        sample(logits, batch_of(*params), np.arange(4))
+    assert raised.value.rows == (0, 3)
+
+
+def test_different_numbers_of_rows_are_an_error() -> None:
+    batch = batch_of(SamplingParams(), samples=2)
+    with pytest.raises(ValueError, match="3 rows of logits, 2 of parameters and 2 positions"):
+        sample(torch.zeros(3, 10), batch, np.arange(2))
