@@ -142,15 +142,14 @@ def _cut(text: str, stop: Sequence[str]) -> str:
 def _sample_columns(job: Job, rows: Int64s, samples: Sequence[Completion | None]) -> dict[str, pa.Array]:
     asked = [job.params[row].logprobs for row in rows.tolist()]
     tokens = [None if sample is None else sample.token_ids for sample in samples]
+    reasons = ["error" if sample is None else sample.finish_reason for sample in samples]
     logprobs = [
         sample.logprobs if sample is not None and is_asked else None
         for sample, is_asked in zip(samples, asked, strict=True)
     ]
     return {
         "token_ids": _list_array(tokens, np.int32),
-        "finish_reason": pa.array(
-            ["error" if sample is None else sample.finish_reason for sample in samples]
-        ),
+        "finish_reason": pa.array(reasons, pa.string()),
         "logprobs": _list_array(logprobs, np.float32),
         "num_generated_tokens": pa.array([0 if ids is None else len(ids) for ids in tokens], pa.int32()),
     }

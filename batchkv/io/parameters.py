@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import fields
 from typing import Any, TypeAlias, TypeGuard
 
 import numpy as np
+import numpy.typing as npt
 
 from batchkv.errors import RowError
 from batchkv.io.columns import (
@@ -21,6 +22,8 @@ from batchkv.sampling_params import SamplingParams
 
 # What cells set, by parameter.
 Values: TypeAlias = dict[str, Any]
+# A column: the code of each row's cell, int64 [rows], and what each distinct cell sets, by code.
+_Layer: TypeAlias = "tuple[npt.NDArray[np.int64], list[Values | RowError]]"
 
 MAX_INT32 = 2**31 - 1
 MAX_SAMPLES = 2**16
@@ -34,35 +37,41 @@ def read_parameters(
     A null cell falls back to the default, and a cell of a single column beats its field in the struct.
     Equal parameters are one object, and each distinct combination of cells is checked once.
     """
-    codes, parsed = [], []
+    layers: list[_Layer] = []
     for name in (PARAMETER_STRUCT, *PARAMETER_COLUMNS):
         if name in columns:
-            column_codes, cells = distinct(columns[name])
-            codes.append(column_codes)
-            parsed.append([_parse_cell(name, cell) for cell in cells])
-    combination = np.zeros(num_rows, dtype=np.int64)
-    for column_codes, values in zip(codes, parsed, strict=True):
-        combination = np.unique(combination * len(values) + column_codes, return_inverse=True)[1]
-    _, first_rows = np.unique(combination, return_index=True)
-    interned: dict[SamplingParams, SamplingParams] = {defaults: defaults}
+            codes, cells = distinct(columns[name])
+            layers.append((codes, [_parse_cell(name, cell) for cell in cells]))
+    combinations, first_rows = _combinations(layers, num_rows)
+    base = {field.name: getattr(defaults, field.name) for field in fields(defaults)}
+    interned = {defaults: defaults}
     outcomes: list[SamplingParams | RowError] = []
-    for row in first_rows.tolist():
-        outcome = _combine([values[c[row]] for c, values in zip(codes, parsed, strict=True)], defaults)
+    for row in first_rows:
+        outcome = _combine([base, *(values[codes[row]] for codes, values in layers)])
         outcomes.append(outcome if isinstance(outcome, RowError) else interned.setdefault(outcome, outcome))
-    by_row = [outcomes[code] for code in combination.tolist()]
+    by_row = [outcomes[combination] for combination in combinations]
     errors = {row: outcome for row, outcome in enumerate(by_row) if isinstance(outcome, RowError)}
     return [defaults if isinstance(outcome, RowError) else outcome for outcome in by_row], errors
 
 
-def _combine(layers: Sequence[Values | RowError], defaults: SamplingParams) -> SamplingParams | RowError:
-    """`defaults` overlaid by the layers, the later ones on top; or what is wrong with them."""
-    values: Values = {}
-    for layer in layers:
-        if isinstance(layer, RowError):
-            return layer
-        values.update(layer)
+def _combinations(layers: Sequence[_Layer], num_rows: int) -> tuple[list[int], list[int]]:
+    """Which combination of cells each row has, numbered from 0, and the first row of each combination."""
+    combinations = np.zeros(num_rows, dtype=np.int64)
+    for codes, values in layers:
+        combinations = np.unique(combinations * len(values) + codes, return_inverse=True)[1]
+    _, first_rows = np.unique(combinations, return_index=True)
+    return combinations.tolist(), first_rows.tolist()
+
+
+def _combine(values: Sequence[Values | RowError]) -> SamplingParams | RowError:
+    """The parameters, where later values are on top; or the first thing that is wrong with them."""
+    combined: Values = {}
+    for part in values:
+        if isinstance(part, RowError):
+            return part
+        combined.update(part)
     try:
-        return replace(defaults, **values)
+        return SamplingParams(**combined)
     except ValueError as error:
         return RowError("bad_parameter", str(error))
 
@@ -77,9 +86,11 @@ def _parse_cell(column: str, cell: object) -> Values | RowError:
         if not isinstance(cell, dict):
             raise _wrong(column, cell, "a struct of parameters")
         given = {name: value for name, value in cell.items() if value is not None}
-        unknown = ", ".join(name for name in given if name not in _PARSERS)
+        unknown = [name for name in given if name not in _PARSERS]
         if unknown:
-            raise ValueError(f"{column} has the unknown fields {unknown:.80}, can have {', '.join(_PARSERS)}")
+            raise ValueError(
+                f"{column} has the unknown fields {shown(unknown)}, can have {', '.join(_PARSERS)}"
+            )
         return {name: _PARSERS[name](name, value) for name, value in given.items()}
     except ValueError as error:
         return RowError("bad_parameter", str(error))

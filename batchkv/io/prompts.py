@@ -9,6 +9,7 @@ from typing import Any, TypeAlias
 import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
+import pyarrow.compute as pc
 
 from batchkv.errors import RowError, RowErrorCode
 from batchkv.io.columns import PROMPT_COLUMNS, Column, decoded, is_given, is_list, is_string, kind_of, shown
@@ -165,18 +166,15 @@ def _token_lists(column: Column, rows: npt.NDArray[np.int64]) -> Iterator[tuple[
 
 def _chunk_token_ids(chunk: pa.Array) -> Iterator[tuple[int, Prompt | RowError]]:
     """Views into one int32 copy of the chunk's values: no Python object per token."""
+    lengths = pc.list_value_length(chunk).fill_null(0).to_numpy()
+    offsets = np.concatenate([np.zeros(1, dtype=np.int64), np.cumsum(lengths, dtype=np.int64)])
     # Unsafe: an unsigned id too big wraps to a negative one, an error of its row and not of the column.
-    lists = chunk.cast(pa.large_list(pa.int64()), safe=False)
-    offsets = lists.offsets.to_numpy()
-    if not len(lists):
-        return
-    wide = lists.values.slice(offsets[0], offsets[-1] - offsets[0]).fill_null(-1).to_numpy()
-    offsets = offsets - offsets[0]
+    wide = pc.list_flatten(chunk).cast(pa.int64(), safe=False).fill_null(-1).to_numpy()
     bad = np.flatnonzero((wide < 0) | (wide > MAX_TOKEN_ID))
     bad_rows = set((np.searchsorted(offsets, bad, side="right") - 1).tolist())
     tokens = wide.astype(np.int32)
     bounds = offsets.tolist()
-    for row in range(len(lists)):
+    for row in range(len(chunk)):
         row_tokens = tokens[bounds[row] : bounds[row + 1]]
         yield row, _BAD_TOKEN_ID if row in bad_rows else row_tokens if len(row_tokens) else _NO_TOKENS
 

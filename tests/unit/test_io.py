@@ -1,0 +1,321 @@
+"""What job files may look like, and that result files are complete or not there."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import polars as pl
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from batchkv.errors import UserError
+from batchkv.io import write
+from batchkv.io.columns import storable, to_cells
+from batchkv.io.read import JobTable, read_jobs
+from batchkv.io.write import check_writable, write_table
+
+TABLE = pa.table({"id": ["a", "b"], "prompt": ["one", "two"], "score": [1, 2]})
+ENDINGS = [".parquet", ".arrow", ".feather", ".ipc", ".jsonl", ".ndjson"]
+
+
+def cells(table: JobTable) -> dict[str, list[Any]]:
+    return {name: to_cells(column) for name, column in table.columns.items()}
+
+
+def json_lines(folder: Path, *lines: object, name: str = "jobs.jsonl") -> Path:
+    """A file of these lines: bytes and strings as they are, anything else as JSON."""
+    path = folder / name
+    raw = [
+        line if isinstance(line, bytes) else (line if isinstance(line, str) else json.dumps(line)).encode()
+        for line in lines
+    ]
+    path.write_bytes(b"\n".join(raw) + b"\n")
+    return path
+
+
+class TestReading:
+    @pytest.mark.parametrize("ending", ENDINGS)
+    def test_every_format_reads_back_what_was_written(self, tmp_path: Path, ending: str) -> None:
+        write_table(TABLE, tmp_path / f"jobs{ending}")
+        assert cells(read_jobs(tmp_path / f"jobs{ending}")) == TABLE.to_pydict()
+
+    def test_an_ending_in_capitals_is_the_same_ending(self, tmp_path: Path) -> None:
+        pq.write_table(TABLE, tmp_path / "JOBS.PARQUET")
+        assert read_jobs(str(tmp_path / "JOBS.PARQUET")).num_rows == 2
+
+    def test_an_arrow_stream_reads_like_an_arrow_file(self, tmp_path: Path) -> None:
+        path = tmp_path / "jobs.arrow"
+        with path.open("wb") as file, pa.ipc.new_stream(file, TABLE.schema) as writer:
+            writer.write_table(TABLE)
+        assert cells(read_jobs(path)) == TABLE.to_pydict()
+
+    def test_tables_and_frames_are_jobs(self) -> None:
+        assert cells(read_jobs(TABLE)) == TABLE.to_pydict()
+        assert cells(read_jobs(pl.DataFrame(TABLE))) == TABLE.to_pydict()
+
+    def test_a_folder_named_like_a_partition_adds_no_column(self, tmp_path: Path) -> None:
+        (tmp_path / "day=1").mkdir()
+        pq.write_table(TABLE, tmp_path / "day=1" / "jobs.parquet")
+        assert list(read_jobs(tmp_path / "day=1" / "jobs.parquet").columns) == TABLE.column_names
+
+    def test_a_glob_is_sorted_and_a_list_keeps_its_order(self, tmp_path: Path) -> None:
+        for name in ("b", "a"):
+            pq.write_table(pa.table({"prompt": [name]}), tmp_path / f"{name}.parquet")
+        assert cells(read_jobs(tmp_path / "*.parquet")) == {"prompt": ["a", "b"]}
+        listed = read_jobs([tmp_path / "b.parquet", str(tmp_path / "a.parquet")])
+        assert cells(listed) == {"prompt": ["b", "a"]}
+
+    def test_a_file_whose_name_looks_like_a_glob_is_that_file(self, tmp_path: Path) -> None:
+        pq.write_table(TABLE, tmp_path / "jobs[1].parquet")
+        assert read_jobs(tmp_path / "jobs[1].parquet").num_rows == 2
+
+    def test_columns_that_a_file_lacks_are_null_in_its_rows(self, tmp_path: Path) -> None:
+        pq.write_table(pa.table({"prompt": ["a"], "x": [1]}), tmp_path / "1.parquet")
+        pq.write_table(pa.table({"prompt": ["b"], "x": [1.5], "y": ["q"]}), tmp_path / "2.parquet")
+        assert cells(read_jobs(tmp_path / "?.parquet")) == {
+            "prompt": ["a", "b"],
+            "x": [1.0, 1.5],
+            "y": [None, "q"],
+        }
+
+    def test_json_lines_and_parquet_are_one_job(self, tmp_path: Path) -> None:
+        pq.write_table(pa.table({"prompt": ["a"], "n": [1], "x": [1]}), tmp_path / "1.parquet")
+        lines = json_lines(tmp_path, "not json", {"prompt": "b", "n": "two", "x": 2})
+        table = read_jobs([tmp_path / "1.parquet", lines])
+        assert cells(table) == {"prompt": ["a", None, "b"], "n": [1, None, "two"], "x": [1, None, 2]}
+        assert list(table.errors) == [1]
+
+    def test_head_keeps_the_first_rows_and_their_errors(self, tmp_path: Path) -> None:
+        table = read_jobs(json_lines(tmp_path, {"prompt": "a"}, "x", {"prompt": "b"}, "x")).head(2)
+        assert (table.num_rows, cells(table), list(table.errors)) == (2, {"prompt": ["a", None]}, [1])
+
+
+class TestJsonLines:
+    @pytest.mark.parametrize(
+        ("line", "reason"),
+        [
+            ('{"prompt": secret', "Expecting value at column 12"),
+            ("[1, 2]", "it holds another JSON value"),
+            ('"secret"', "it holds another JSON value"),
+            (b'{"prompt": "secret\xff"}', "not UTF-8 at byte 19"),
+            ('{"prompt": "secret\\ud800"}', "half of a surrogate pair"),
+            ('{"\\uDFFF": "secret"}', "half of a surrogate pair"),
+            ('{"prompt": "secret", "x": ' + "[" * 40 + "]" * 40 + "}", "nested more than 32 levels"),
+            ('{"prompt": "secret", "x": ' + "[" * 200_000, "nested more than 32 levels"),
+            ('{"prompt": "secret", "x": ' + "1" * 5000 + "}", "too many digits"),
+        ],
+    )
+    def test_a_bad_line_is_an_error_row_that_says_where_and_why(
+        self, tmp_path: Path, line: str | bytes, reason: str
+    ) -> None:
+        path = json_lines(tmp_path, {"prompt": "a"}, "", line, {"prompt": "b"})
+        table = read_jobs(path)
+        assert cells(table) == {"prompt": ["a", None, "b"]}
+        assert table.errors[1].code == "bad_json"
+        assert table.errors[1].message.startswith(f"{path} line 3 is no JSON object: ")
+        assert reason in table.errors[1].message
+        assert "secret" not in table.errors[1].message
+
+    def test_odd_but_valid_lines_are_rows(self, tmp_path: Path) -> None:
+        path = json_lines(
+            tmp_path,
+            b'\xef\xbb\xbf{"prompt": "bom"}\r',
+            "   ",
+            '{"prompt": "\\u0000 \\ud83d\\ude00 \u2028"}',
+            '{"prompt": "' + "[" * 100 + '"}',
+            '{"prompt": NaN}',
+        )
+        table = read_jobs(path)
+        assert table.errors == {}
+        assert cells(table)["prompt"][:3] == ["bom", "\0 😀 \u2028", "[" * 100]
+
+    def test_job_columns_may_mix_types_but_carried_columns_may_not(self, tmp_path: Path) -> None:
+        path = json_lines(tmp_path, {"prompt": "a", "n": 1}, {"prompt": 2, "n": "x"}, {"n": [True]})
+        assert cells(read_jobs(path)) == {"prompt": ["a", 2, None], "n": [1, "x", [True]]}
+
+    @pytest.mark.parametrize("odd", ["private text", True, [1], {"a": 1}, 2**70])
+    def test_a_carried_column_of_mixed_types_is_named_with_its_line(
+        self, tmp_path: Path, odd: object
+    ) -> None:
+        lines: list[object] = [{"prompt": "a", "score": 1.5} for _ in range(9)]
+        path = json_lines(tmp_path, *lines, "", {"prompt": "b", "score": odd}, {"prompt": "c"})
+        with pytest.raises(
+            UserError, match=r"jobs\.jsonl line 11: column 'score' holds .* strings"
+        ) as caught:
+            read_jobs(path)
+        assert "private" not in str(caught.value)
+
+    def test_a_file_without_any_json_line_is_unusable(self, tmp_path: Path) -> None:
+        with pytest.raises(UserError, match=r"line 1 is no JSON object.*one JSON object on each line"):
+            read_jobs(json_lines(tmp_path, "[", '{"prompt": "a"},', "]"))
+
+    def test_an_empty_file_is_an_empty_job(self, tmp_path: Path) -> None:
+        (tmp_path / "jobs.jsonl").write_bytes(b"")
+        assert read_jobs(tmp_path / "jobs.jsonl").num_rows == 0
+
+
+class TestUnusableFiles:
+    @pytest.mark.parametrize(
+        ("name", "message"),
+        [
+            ("missing.parquet", "missing.parquet does not exist"),
+            ("missing*.parquet", "no file matches .*missing"),
+            ("jobs.csv", "unknown ending '.csv'.*ends in one of .parquet"),
+            ("folder", "folder is a directory: name its files"),
+            ("corrupt.parquet", "corrupt.parquet cannot be read as a .parquet file"),
+            ("corrupt.arrow", "corrupt.arrow cannot be read as a .arrow file"),
+            ("empty.parquet", "empty.parquet cannot be read"),
+        ],
+    )
+    def test_the_error_is_one_line_that_names_the_file(self, tmp_path: Path, name: str, message: str) -> None:
+        (tmp_path / "folder").mkdir()
+        for file in ("jobs.csv", "corrupt.parquet", "corrupt.arrow"):
+            (tmp_path / file).write_bytes(b"no such format at all, but long enough" * 10)
+        (tmp_path / "empty.parquet").write_bytes(b"")
+        with pytest.raises(UserError, match=message) as caught:
+            read_jobs(tmp_path / name)
+        assert "\n" not in str(caught.value)
+
+    def test_conflicting_types_are_named_with_their_files(self, tmp_path: Path) -> None:
+        pq.write_table(pa.table({"prompt": ["a"], "x": [1]}), tmp_path / "1.parquet")
+        pq.write_table(pa.table({"prompt": ["b"], "x": ["q"]}), tmp_path / "2.parquet")
+        with pytest.raises(UserError, match=r"'x' has conflicting types, int64 in .*1.parquet and string in"):
+            read_jobs(tmp_path / "*.parquet")
+
+    def test_two_columns_of_one_name_are_unusable(self) -> None:
+        with pytest.raises(UserError, match="two columns named 'x'"):
+            read_jobs(pa.table([[1], [2]], names=["x", "x"]))
+
+    @pytest.mark.parametrize("jobs", [[], [1], 5, pl.LazyFrame({"prompt": ["a"]})])
+    def test_other_values_are_no_jobs(self, jobs: Any) -> None:
+        with pytest.raises(UserError, match="must be a path"):
+            read_jobs(jobs)
+
+
+class TestWriting:
+    def test_parquet_and_arrow_keep_nan_and_json_lines_write_null(self, tmp_path: Path) -> None:
+        table = pa.table({"x": [1.5, float("nan"), float("inf"), None]})
+        for ending in (".parquet", ".arrow", ".jsonl"):
+            write_table(table, tmp_path / f"out{ending}")
+        for ending in (".parquet", ".arrow"):
+            column = read_jobs(tmp_path / f"out{ending}").columns["x"]
+            assert repr(to_cells(column)) == "[1.5, nan, inf, None]"
+        lines = (tmp_path / "out.jsonl").read_text().splitlines()
+        assert [json.loads(line)["x"] for line in lines] == [1.5, None, None, None]
+
+    def test_parquet_keeps_the_metadata(self, tmp_path: Path) -> None:
+        write_table(TABLE.replace_schema_metadata({b"batchkv.summary": b"{}"}), tmp_path / "out.parquet")
+        assert pq.read_schema(tmp_path / "out.parquet").metadata[b"batchkv.summary"] == b"{}"
+
+    def test_a_failed_write_leaves_what_was_there_and_no_rest(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        def break_half_way(table: pa.Table, file: Any) -> None:
+            file.write(b"half")
+            raise OSError(28, "No space left on device")
+
+        write_table(TABLE, tmp_path / "out.parquet")
+        before = (tmp_path / "out.parquet").read_bytes()
+        monkeypatch.setitem(write._WRITERS, ".parquet", break_half_way)
+        with pytest.raises(UserError, match=r"out\.parquet cannot be written: No space left"):
+            write_table(TABLE, tmp_path / "out.parquet")
+        assert (tmp_path / "out.parquet").read_bytes() == before
+        assert os.listdir(tmp_path) == ["out.parquet"]
+
+    def test_the_file_is_on_disk_before_it_has_its_name(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        calls: list[str] = []
+        fsync, rename = os.fsync, os.replace
+        monkeypatch.setattr(os, "fsync", lambda fd: (calls.append("fsync"), fsync(fd)))
+        monkeypatch.setattr(os, "replace", lambda a, b: (calls.append("replace"), rename(a, b)))
+        write_table(TABLE, tmp_path / "out.parquet")
+        assert calls == ["fsync", "replace", "fsync"]
+
+    def test_an_interrupt_leaves_no_rest(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        def interrupt(table: pa.Table, file: Any) -> None:
+            raise KeyboardInterrupt
+
+        monkeypatch.setitem(write._WRITERS, ".parquet", interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            write_table(TABLE, tmp_path / "out.parquet")
+        assert os.listdir(tmp_path) == []
+
+    def test_a_link_is_followed_not_replaced(self, tmp_path: Path) -> None:
+        (tmp_path / "disk").mkdir()
+        (tmp_path / "out.parquet").symlink_to(tmp_path / "disk" / "real.parquet")
+        write_table(TABLE, tmp_path / "out.parquet")
+        assert (tmp_path / "out.parquet").is_symlink()
+        assert pq.read_table(tmp_path / "disk" / "real.parquet").num_rows == 2
+
+    @pytest.mark.parametrize(
+        ("name", "message"),
+        [
+            ("out.csv", "unknown ending '.csv'"),
+            ("nowhere/out.parquet", "nowhere does not exist"),
+            ("folder.parquet", "folder.parquet is a directory"),
+        ],
+    )
+    def test_both_check_and_write_refuse_a_hopeless_path(
+        self, tmp_path: Path, name: str, message: str
+    ) -> None:
+        (tmp_path / "folder.parquet").mkdir()
+        with pytest.raises(UserError, match=message):
+            check_writable(tmp_path / name, overwrite=True)
+        with pytest.raises(UserError, match=message):
+            write_table(TABLE, tmp_path / name)
+
+    def test_an_existing_file_needs_overwrite(self, tmp_path: Path) -> None:
+        write_table(TABLE, tmp_path / "out.parquet")
+        with pytest.raises(UserError, match=r"out\.parquet exists.*--overwrite"):
+            check_writable(tmp_path / "out.parquet", overwrite=False)
+        check_writable(tmp_path / "out.parquet", overwrite=True)
+
+    def test_a_folder_without_permission_is_refused(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(os, "access", lambda path, mode: False)
+        with pytest.raises(UserError, match="not writable"):
+            check_writable(tmp_path / "out.parquet", overwrite=False)
+
+    @pytest.mark.parametrize(
+        ("ending", "array"),
+        [
+            (".parquet", pa.array([{}])),
+            (".jsonl", pa.array([b"\xff"])),
+            (".jsonl", pa.array([[{"a": b"\xff"}]])),
+            (".jsonl", pa.array([[1]], pa.list_view(pa.int64()))),
+        ],
+    )
+    def test_a_column_the_format_cannot_hold_is_found_beforehand(
+        self, tmp_path: Path, ending: str, array: pa.Array
+    ) -> None:
+        table = pa.table({"x": array})
+        with pytest.raises(UserError, match="cannot"):
+            check_writable(tmp_path / f"out{ending}", overwrite=False, schema=table.schema)
+        with pytest.raises(UserError, match="cannot"):
+            write_table(table, tmp_path / f"out{ending}")
+        assert os.listdir(tmp_path) == []
+
+
+@pytest.mark.parametrize(
+    ("values", "expected"),
+    [
+        ([{}, None], [None, None]),
+        ([{"a": {}, "b": 1}, None], [{"a": None, "b": 1}, None]),
+        ([[{}], None, [{}, None]], [[None], None, [None, None]]),
+        ([[{"a": [{}], "b": 2}], None], [[{"a": [None], "b": 2}], None]),
+        ([{"a": [1]}], [{"a": [1]}]),
+    ],
+)
+def test_empty_structs_become_null_and_all_else_stays(
+    tmp_path: Path, values: list[object], expected: list[object]
+) -> None:
+    array = storable(pa.array(values))
+    assert array.to_pylist() == expected
+    assert storable(pa.array(values)[1:]).to_pylist() == expected[1:]
+    write_table(pa.table({"x": array}), tmp_path / "out.parquet")
