@@ -9,6 +9,10 @@ if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
 
 
+def check_supported(config: PretrainedConfig) -> None:
+    """stub"""
+
+
 def tiny_model(config: PretrainedConfig, seed: int = 0) -> PreTrainedModel:
     """A random causal LM of `config` for comparing attention implementations: float32, CPU, eval, eager.
 
