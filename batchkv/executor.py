@@ -1,0 +1,129 @@
+"""Runs a plan to its end: schedule, forward, sample, see who has ended, until nobody is left."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from time import perf_counter
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from batchkv.endings import Ending, Endings
+from batchkv.kv_layout import KVLayout
+from batchkv.metrics import RunMetrics
+from batchkv.model_runner import ModelRunner
+from batchkv.plan import Plan
+from batchkv.sampler import InvalidLogitsError, Sampled, SamplingBatch, sample
+from batchkv.scheduler import Scheduler
+from batchkv.sequence import GeneratedTokens
+from batchkv.step import Step
+from batchkv.tokenization import TokenArena
+from batchkv.writer import Completion
+
+Int64Array = npt.NDArray[np.int64]
+Progress = Callable[[int, int], None]  # (sequences that ended, tokens generated) since the last call
+
+_SAMPLED_AT_ONCE = 256  # bounds the copies of a prompt's logits when it has very many samples
+_NO_TOKEN = -1
+
+
+class Executor:
+    """One run of one plan.
+
+    Args:
+        plan: what to run.
+        arena: the prompts.
+        layout: KV of the model.
+        runner: the model.
+        sampling: parameters of every sequence.
+        endings: tells who has ended.
+        max_batch_rows, max_batch_tokens: limits of a step.
+        metrics: counts and times are added here.
+        progress: called after every step.
+    """
+
+    def __init__(
+        self,
+        plan: Plan,
+        arena: TokenArena,
+        layout: KVLayout,
+        runner: ModelRunner,
+        sampling: SamplingBatch,
+        endings: Endings,
+        *,
+        max_batch_rows: int,
+        max_batch_tokens: int,
+        metrics: RunMetrics,
+        progress: Progress,
+    ) -> None:
+        self._runner, self._sampling, self._endings = runner, sampling, endings
+        self._metrics, self._progress = metrics, progress
+        self._generated = GeneratedTokens(len(plan.sequences))
+        self._scheduler = Scheduler(
+            plan,
+            arena,
+            layout,
+            self._generated,
+            max_batch_rows=max_batch_rows,
+            max_batch_tokens=max_batch_tokens,
+        )
+        self._page_bytes = np.array(layout.group_bytes_per_token) * plan.memory.page_size
+        self._bytes_per_token = layout.bytes_per_token
+        self._completions: list[Completion | None] = [None] * len(plan.sequences)
+
+    def run(self) -> list[Completion | None]:
+        """The completion of every sequence; None where the model gave no valid distribution to sample from."""
+        while not self._scheduler.is_done:
+            started = perf_counter()
+            step = self._scheduler.schedule()
+            logits = self._runner.forward(step)
+            self._count(step, perf_counter() - started)
+            with self._metrics.timed("sampling"):
+                token_ids = self._sample(step, logits)
+                endings = self._endings.check(step.sampled, token_ids, self._generated)
+                endings[token_ids == _NO_TOKEN] = Ending.INVALID
+            self._collect(step.sampled, endings)
+            self._scheduler.update(step, endings != Ending.NONE)
+            self._progress(int((endings != Ending.NONE).sum()), len(step.sampled))
+        self._metrics.preempted_sequences += self._scheduler.preempted_sequences
+        return self._completions
+
+    def _count(self, step: Step, seconds: float) -> None:
+        self._metrics.count_step(step.num_tokens, step.prefill_tokens, step.recomputed_tokens, seconds)
+        held_bytes = int(self._scheduler.pages_held @ self._page_bytes)
+        held_tokens = -(-held_bytes // self._bytes_per_token)
+        self._metrics.peak_kv_tokens = max(self._metrics.peak_kv_tokens, held_tokens)
+
+    def _sample(self, step: Step, logits: torch.Tensor) -> npt.NDArray[np.int32]:
+        """Appends the next token of every sampled sequence; int32 [N], _NO_TOKEN where there is none."""
+        token_ids = np.full(len(step.sampled), _NO_TOKEN, np.int32)
+        for lo in range(0, len(step.sampled), _SAMPLED_AT_ONCE):
+            at = np.arange(lo, min(lo + _SAMPLED_AT_ONCE, len(step.sampled)))
+            at, sampled = self._sample_valid(step, logits, at)
+            self._generated.append(step.sampled[at], sampled.token_ids, sampled.logprobs)
+            token_ids[at] = sampled.token_ids
+            self._metrics.generated_tokens += len(at)
+        return token_ids
+
+    def _sample_valid(self, step: Step, logits: torch.Tensor, at: Int64Array) -> tuple[Int64Array, Sampled]:
+        """Samples for the sequences `step.sampled[at]`, without those whose logits are not finite."""
+        sequences = step.sampled[at]
+        rows = torch.from_numpy(step.sampled_logits[at]).to(logits.device)
+        positions = self._generated.lengths[sequences].astype(np.int64)
+        try:
+            return at, sample(logits[rows], self._sampling.take(sequences), positions)
+        except InvalidLogitsError as invalid:
+            return self._sample_valid(step, logits, np.delete(at, invalid.rows))
+
+    def _collect(self, sequences: Int64Array, endings: npt.NDArray[np.int8]) -> None:
+        ended = np.flatnonzero(endings != Ending.NONE)
+        for sequence, ending in zip(sequences[ended].tolist(), endings[ended].tolist(), strict=True):
+            if ending != Ending.INVALID:
+                self._completions[sequence] = Completion(
+                    token_ids=self._generated.tokens(sequence).copy(),
+                    logprobs=self._generated.logprobs(sequence).copy(),
+                    finish_reason="length" if ending == Ending.LENGTH else "stop",
+                    stop_string=self._endings.stop_string(sequence),
+                )
+            self._generated.drop(sequence)

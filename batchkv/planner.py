@@ -1,0 +1,258 @@
+"""From prompts to a plan: what is shared, in which order it runs, and how much KV that takes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+
+import numpy as np
+import numpy.typing as npt
+
+from batchkv.errors import RowError
+from batchkv.job import Job
+from batchkv.kv_layout import KVLayout
+from batchkv.memory_plan import (
+    LEAST_SLACK_PAGES,
+    MemoryPlan,
+    PageCosts,
+    page_costs,
+    plan_memory,
+    prefix_pages,
+    sequence_pages,
+)
+from batchkv.plan import Plan, SharedPrefix, rows_below
+from batchkv.sampling_params import SamplingParams
+from batchkv.sequence import SequenceTable
+from batchkv.tokenization import TokenArena
+from batchkv.trie import PrefixTrie, build_trie
+from batchkv.writer import output_offsets
+
+_TOP_PREFIXES = 20
+_PREVIEW_TOKENS = 24
+
+Detokenize = Callable[[npt.NDArray[np.int32]], str]
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """What a plan has to keep to.
+
+    Attributes:
+        kv_bytes: the KV budget.
+        max_batch_rows: most sequences in flight.
+        max_batch_tokens: most tokens in one forward pass.
+        page_size: tokens per page; smaller ones are taken where the budget is so tight that partly filled pages matter.
+        context_length: most tokens of prompt and output together; None if the model knows no limit.
+        share_prefixes: False prefills every row on its own.
+    """
+
+    kv_bytes: int
+    max_batch_rows: int
+    max_batch_tokens: int
+    page_size: int = 16
+    context_length: int | None = None
+    share_prefixes: bool = True
+
+
+def new_token_limits(job: Job, arena: TokenArena, limits: Limits) -> npt.NDArray[np.int64]:
+    """int64 [rows]: most tokens each row's samples can have, by `max_tokens` and by the context."""
+    wanted = np.fromiter((params.max_tokens for params in job.params), np.int64, job.num_rows)
+    if limits.context_length is None:
+        return wanted
+    return np.minimum(wanted, limits.context_length - arena.lengths)
+
+
+def check_kv_budget(job: Job, arena: TokenArena, layout: KVLayout, limits: Limits) -> dict[int, RowError]:
+    """Rows that take more KV than the budget has even when nothing else runs: `too_long`."""
+    length = arena.lengths
+    new_tokens = new_token_limits(job, arena, limits)
+    stored = length + new_tokens - 1
+    alone = np.fromiter((p.n == 1 or p.greedy for p in job.params), bool, job.num_rows)
+    needed = np.zeros(job.num_rows, np.int64)
+    for window, token_bytes in zip(layout.windows, layout.group_bytes_per_token, strict=True):
+        prompt = prefix_pages(np.zeros_like(length), length, 1, window)
+        output = sequence_pages(length, stored, alone, prompt, 1, window)
+        needed += (prompt + output + (LEAST_SLACK_PAGES if window else 0)) * token_bytes
+    errors: dict[int, RowError] = {}
+    for row in np.flatnonzero((needed > limits.kv_bytes) & (length > 0)).tolist():
+        errors[row] = RowError(
+            "too_long",
+            f"prompt of {length[row]} tokens and {new_tokens[row]} to generate need {needed[row]:,} bytes of KV cache, "
+            f"the budget is {limits.kv_bytes:,}: raise --kv-memory or lower max_tokens",
+        )
+    return errors
+
+
+def make_plan(
+    job: Job,
+    arena: TokenArena,
+    errors: Mapping[int, RowError],
+    layout: KVLayout,
+    limits: Limits,
+    detokenize: Detokenize | None = None,
+) -> Plan:
+    """Plans a job.
+
+    Args:
+        job: all rows.
+        arena: their prompts; rows with errors have no tokens.
+        errors: rows that cannot run, `check_kv_budget`'s included.
+        layout: KV of the model.
+        limits: memory and batch limits.
+        detokenize: shows in `Plan.shared` how prefixes begin.
+    """
+    group = None if limits.share_prefixes else np.arange(job.num_rows)
+    trie = build_trie(arena, group)
+    ordered = _best_order(job, arena, errors, layout, limits, trie)
+    if ordered is None:  # pages of sharers do not fit into a budget that has room for each alone
+        trie = build_trie(arena, np.arange(job.num_rows))
+        ordered = _best_order(job, arena, errors, layout, limits, trie)
+    if ordered is None:
+        raise RuntimeError("a row passed check_kv_budget and does not fit the budget")
+    return Plan(
+        trie=ordered.trie,
+        sequences=ordered.sequences,
+        costs=ordered.costs,
+        memory=ordered.memory,
+        order=ordered.name,
+        errors=len(errors),
+        prompt_tokens=int(arena.lengths.sum()),
+        shared=_top_prefixes(ordered.trie, arena, detokenize),
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class _Ordered:
+    """A trie with its children in one order, and what follows from it."""
+
+    name: str
+    trie: PrefixTrie
+    sequences: SequenceTable
+    costs: PageCosts
+    memory: MemoryPlan
+
+
+def _best_order(
+    job: Job,
+    arena: TokenArena,
+    errors: Mapping[int, RowError],
+    layout: KVLayout,
+    limits: Limits,
+    trie: PrefixTrie,
+) -> _Ordered | None:
+    """The order that lets most sequences be in flight and then has the lowest peak; None if nothing fits.
+
+    Rows take longest first, so that no long one is left running alone at the end, unless mixing long and short
+    children takes less KV. Large pages are preferred to any order.
+    """
+    new_tokens = new_token_limits(job, arena, limits)
+    page_size = limits.page_size
+    while page_size:
+        candidates = []
+        for name, key in child_orders(trie, job, new_tokens).items():
+            in_order = trie.reordered(key)
+            sequences = list_sequences(job, in_order, errors, new_tokens)
+            costs = page_costs(in_order, sequences, layout, page_size)
+            memory = plan_memory(
+                costs,
+                layout,
+                budget_bytes=limits.kv_bytes,
+                max_rows=limits.max_batch_rows,
+                max_batch_tokens=limits.max_batch_tokens,
+            )
+            if memory is not None:
+                candidates.append(_Ordered(name, in_order, sequences, costs, memory))
+        if candidates:
+            return min(candidates, key=lambda c: (-c.memory.window_rows, c.memory.peak_tokens))
+        page_size //= 2
+    return None
+
+
+def child_orders(
+    trie: PrefixTrie, job: Job, new_tokens: npt.NDArray[np.int64]
+) -> dict[str, npt.NDArray[np.float64]]:
+    """Orders to choose from: a sort key for each node among its siblings, by name.
+
+    A node's weight is the KV of its subtree per prompt, its output included.
+    """
+    has_prompt = trie.row_prompt >= 0
+    own = trie.lengths.astype(np.int64)
+    samples = np.fromiter((params.n for params in job.params), np.int64, job.num_rows)
+    output = np.bincount(
+        trie.row_prompt[has_prompt], (new_tokens * samples)[has_prompt], minlength=trie.num_prompts
+    )
+    np.add.at(own, trie.prompt_node, output.astype(np.int64))
+    before = np.concatenate([[0], np.cumsum(own)])
+    subtree_end = np.searchsorted(trie.prompt_lo, trie.prompt_hi)
+    weight = (before[subtree_end] - before[np.arange(trie.num_nodes)]) / (trie.prompt_hi - trie.prompt_lo).clip(1)
+    return {"longest first": -weight, "long and short in turn": _alternate(trie, -weight)}
+
+
+def _alternate(trie: PrefixTrie, key: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
+    """A key that takes the first, the last, the second, the last but one, ... of siblings sorted by `key`."""
+    order = np.lexsort((key, trie.parent))
+    family = trie.parent[order]
+    first = np.searchsorted(family, family)
+    size = np.searchsorted(family, family, side="right") - first
+    rank = np.arange(trie.num_nodes) - first
+    alternating = np.empty(trie.num_nodes)
+    alternating[order] = np.where(2 * rank < size, 2 * rank, 2 * (size - 1 - rank) + 1)
+    return alternating
+
+
+def list_sequences(
+    job: Job, trie: PrefixTrie, errors: Mapping[int, RowError], new_tokens: npt.NDArray[np.int64]
+) -> SequenceTable:
+    """Every sample of every row, in the order of `trie`; greedy twins only once."""
+    offsets = output_offsets(job, errors)
+    prompts: list[int] = []
+    rows: list[int] = []
+    samples: list[int] = []
+    output_sequence = np.full(int(offsets[-1]), -1, np.int32)
+    greedy: dict[tuple[int, SamplingParams], int] = {}
+    with_prompt = np.flatnonzero(trie.row_prompt >= 0)
+    for row in with_prompt[np.argsort(trie.row_prompt[with_prompt], kind="stable")].tolist():
+        prompt, params = int(trie.row_prompt[row]), job.params[row]
+        first = len(prompts)
+        count = params.n
+        if params.greedy:
+            # without sharing every row is computed on its own, whatever its twins do
+            twin = (prompt, _what_decides(params))
+            first = greedy.setdefault(twin, first)
+            count = 1 if first == len(prompts) else 0
+        prompts.extend([prompt] * count)
+        rows.extend([row] * count)
+        samples.extend(range(count))
+        places = np.arange(offsets[row], offsets[row + 1])
+        output_sequence[places] = first if params.greedy else first + np.arange(len(places))
+    return SequenceTable(
+        prompt=np.array(prompts, np.int32),
+        row=np.array(rows, np.int32),
+        sample=np.array(samples, np.int32),
+        max_new_tokens=new_tokens[rows].astype(np.int32) if rows else np.zeros(0, np.int32),
+        output_sequence=output_sequence,
+        output_row=np.repeat(np.arange(job.num_rows, dtype=np.int32), np.diff(offsets)),
+    )
+
+
+def _what_decides(params: SamplingParams) -> SamplingParams:
+    """Greedy parameters that give the same tokens are equal."""
+    return replace(params, n=1, seed=0, top_p=1.0, top_k=0, min_p=0.0, logprobs=False)
+
+
+def _top_prefixes(
+    trie: PrefixTrie, arena: TokenArena, detokenize: Detokenize | None
+) -> tuple[SharedPrefix, ...]:
+    rows = rows_below(trie)
+    saved = trie.lengths * (rows - 1)
+    best = np.argsort(-saved, kind="stable")[:_TOP_PREFIXES]
+    return tuple(
+        SharedPrefix(
+            tokens=int(trie.end[node]),
+            rows=int(rows[node]),
+            saved_tokens=int(saved[node]),
+            text=detokenize(trie.node_tokens(arena, node)[:_PREVIEW_TOKENS]) if detokenize else None,
+        )
+        for node in best.tolist()
+        if saved[node] > 0
+    )

@@ -1,0 +1,108 @@
+"""From a job to a plan: read, tokenize, check against the model, plan. Needs a tokenizer and a config, no weights."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from batchkv.config import EngineConfig
+from batchkv.errors import RowError
+from batchkv.job import Job
+from batchkv.kv_layout import KVLayout, layer_specs
+from batchkv.metrics import RunMetrics
+from batchkv.plan import Plan
+from batchkv.planner import Limits, check_kv_budget, make_plan
+from batchkv.tokenization import TokenArena, check_prompts, tokenize
+
+if TYPE_CHECKING:
+    import numpy as np
+    import numpy.typing as npt
+    from transformers import PretrainedConfig, PreTrainedTokenizerBase
+
+
+@dataclass(frozen=True, slots=True)
+class ModelFacts:
+    """What planning has to know of a model.
+
+    Attributes:
+        layout: its KV.
+        vocab_size: token ids are below it.
+        context_length: most tokens of prompt and output together; None if there is no limit.
+    """
+
+    layout: KVLayout
+    vocab_size: int
+    context_length: int | None
+
+    @classmethod
+    def of(cls, config: PretrainedConfig, element_bytes: int) -> ModelFacts:
+        """Of the model that `config` describes, with KV elements of `element_bytes`."""
+        return cls(
+            layout=KVLayout(layer_specs(config), element_bytes),
+            vocab_size=config.vocab_size,
+            context_length=getattr(config, "max_position_embeddings", None),
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class PreparedJob:
+    """A job that is ready to run.
+
+    Attributes:
+        job: its rows.
+        arena: their prompts; rows with errors have no tokens.
+        errors: all rows that cannot run, by row number.
+        plan: how the others do.
+    """
+
+    job: Job
+    arena: TokenArena
+    errors: dict[int, RowError]
+    plan: Plan
+
+
+def prepare(
+    job: Job,
+    tokenizer: PreTrainedTokenizerBase | None,
+    facts: ModelFacts,
+    config: EngineConfig,
+    *,
+    kv_bytes: int,
+    device_type: str,
+    metrics: RunMetrics,
+) -> PreparedJob:
+    """Tokenizes and plans a job.
+
+    Raises:
+        UserError: rows hold text and there is no tokenizer.
+    """
+    limits = Limits(
+        kv_bytes=kv_bytes,
+        max_batch_rows=config.max_batch_rows,
+        max_batch_tokens=config.batch_tokens(device_type),
+        page_size=config.page_size,
+        context_length=facts.context_length,
+        share_prefixes=not config.no_prefix_sharing,
+    )
+    with metrics.timed("tokenize"):
+        arena, errors = tokenize(job, tokenizer)
+        errors = {**errors, **job.errors}
+        errors |= check_prompts(
+            arena, job, vocab_size=facts.vocab_size, context_length=facts.context_length, errors=errors
+        )
+        arena = arena.with_rows_dropped(errors)
+    with metrics.timed("plan"):
+        errors |= check_kv_budget(job, arena, facts.layout, limits)
+        arena = arena.with_rows_dropped(errors)
+        plan = make_plan(job, arena, errors, facts.layout, limits, _preview(tokenizer))
+    return PreparedJob(job, arena, errors, plan)
+
+
+def _preview(tokenizer: PreTrainedTokenizerBase | None):  # type: ignore[no-untyped-def]
+    if tokenizer is None:
+        return None
+
+    def decode(token_ids: npt.NDArray[np.int32]) -> str:
+        return str(tokenizer.decode(token_ids.tolist()))
+
+    return decode

@@ -1,0 +1,187 @@
+"""Which trie nodes and sequences are in the KV cache, and which pages they may come to need.
+
+Everything resident has its pages committed beforehand, so that no allocation ever fails: a node what the plan says, a
+sequence what it is expected to grow to. A sequence that outgrows the expectation commits more; `overcommitted` then
+tells that someone has to go.
+"""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import numpy.typing as npt
+
+from batchkv.kv_cache import KVCache
+from batchkv.memory_plan import sequence_pages
+from batchkv.plan import Plan
+
+Int64Array = npt.NDArray[np.int64]
+
+_ENOUGH_ENDED = 32  # ended sequences that say something about how long the others get
+_NONE = -1  # no handle
+
+
+class Residency:
+    """Bookkeeping over a plan's nodes and sequences. Owns the `KVCache`."""
+
+    def __init__(self, plan: Plan, windows: tuple[int | None, ...]) -> None:
+        memory, num_nodes, num_sequences = plan.memory, plan.trie.num_nodes, len(plan.sequences)
+        self.cache = KVCache(memory.pool_pages, windows, memory.page_size)
+        self._plan = plan
+        self._windows = windows
+        self._limit = np.array(memory.pool_pages) - np.array(memory.slack_pages)
+        self._committed = np.zeros(len(windows), np.int64)
+        self._is_resident = np.zeros(num_nodes, bool)  # or queued to be: its pages are committed
+        self._is_resident[0] = True
+        self._node_handle = np.full(num_nodes, _NONE, np.int64)
+        self._node_handle[0] = self.cache.create()
+        self._in_flight_below = np.zeros(num_nodes, np.int64)
+        self._unfinished_below = plan.costs.last_sequence - plan.costs.first_sequence + 1
+        self._in_flight = np.zeros(num_sequences, bool)
+        self._sequence_handle = np.full(num_sequences, _NONE, np.int64)
+        self._expected = np.zeros_like(plan.costs.sequences)
+        self._length = plan.trie.end[plan.trie.prompt_node[plan.sequences.prompt]].astype(np.int64)
+        self._ended_shares = _MeanAndDeviation()
+
+    # -- questions
+
+    @property
+    def num_in_flight(self) -> int:
+        return int(self._in_flight.sum())
+
+    @property
+    def is_overcommitted(self) -> bool:
+        return bool((self._committed > self._limit).any())
+
+    def node_of(self, sequence: int) -> int:
+        return int(self._plan.trie.prompt_node[self._plan.sequences.prompt[sequence]])
+
+    def handles(self, sequences: Int64Array) -> Int64Array:
+        """int64 [sequences]: running sequences in the cache."""
+        return self._sequence_handle[sequences]
+
+    def missing_nodes(self, sequence: int) -> list[int]:
+        """Nodes above the sequence that are not resident, from the top down."""
+        return [node for node in self._plan.trie.path(self.node_of(sequence)) if not self._is_resident[node]]
+
+    def fits(self, sequence: int, num_generated: int) -> bool:
+        """Whether the sequence and the nodes that it misses can be committed."""
+        cost = self._plan.costs.nodes[:, self.missing_nodes(sequence)].sum(axis=1)
+        cost += self._expected_pages(sequence, num_generated)
+        return bool((self._committed + cost <= self._limit).all())
+
+    # -- changes
+
+    def admit(self, sequence: int, num_generated: int) -> list[int]:
+        """Commits the pages of a sequence and of the nodes it misses; returns those, to be prefilled in this order."""
+        missing = self.missing_nodes(sequence)
+        self._is_resident[missing] = True
+        self._committed += self._plan.costs.nodes[:, missing].sum(axis=1)
+        self._expected[:, sequence] = self._expected_pages(sequence, num_generated)
+        self._committed += self._expected[:, sequence]
+        self._in_flight[sequence] = True
+        self._in_flight_below[self._plan.trie.path(self.node_of(sequence))] += 1
+        return missing
+
+    def begin_node(self, node: int) -> int:
+        """The handle that the node's tokens are appended to: at first a fork of its parent, which is complete."""
+        if self._node_handle[node] == _NONE:
+            self._node_handle[node] = self.cache.fork(int(self._node_handle[self._plan.trie.parent[node]]))
+        return int(self._node_handle[node])
+
+    def begin_sequence(self, sequence: int) -> int:
+        """Forks the sequence's node, or takes its place where nothing else is below the node."""
+        node = self.node_of(sequence)
+        if self._plan.costs.takes_over[sequence]:
+            self._sequence_handle[sequence], self._node_handle[node] = self._node_handle[node], _NONE
+        else:
+            self._sequence_handle[sequence] = self.cache.fork(int(self._node_handle[node]))
+        return int(self._sequence_handle[sequence])
+
+    def grow(self, sequences: Int64Array) -> None:
+        """Commits what one more token of each running sequence takes beyond what was expected."""
+        stored = self.cache.lengths(self._sequence_handle[sequences]) + 1
+        more = np.maximum(self._pages(sequences, stored) - self._expected[:, sequences], 0)
+        self._expected[:, sequences] += more
+        self._committed += more.sum(axis=1)
+
+    def finish(self, sequence: int, num_generated: int) -> None:
+        """The sequence has ended: it goes, and with it the nodes that it was the last to need."""
+        self._ended_shares.add(num_generated / float(self._plan.sequences.max_new_tokens[sequence]))
+        if self._in_flight[sequence]:
+            self.withdraw(sequence)
+        for node in self._plan.trie.path(self.node_of(sequence)):
+            self._unfinished_below[node] -= 1
+            if self._unfinished_below[node] == 0 and self._is_resident[node]:
+                self._drop_node(node)
+
+    def withdraw(self, sequence: int) -> None:
+        """Takes a sequence out of flight and frees its pages; its nodes stay, unless it had taken one over."""
+        node, handle = self.node_of(sequence), int(self._sequence_handle[sequence])
+        if handle != _NONE:
+            self.cache.free(handle)
+            self._sequence_handle[sequence] = _NONE
+            if self._plan.costs.takes_over[sequence]:
+                self._drop_node(node)
+        self._committed -= self._expected[:, sequence]
+        self._expected[:, sequence] = 0
+        self._in_flight[sequence] = False
+        self._in_flight_below[self._plan.trie.path(node)] -= 1
+
+    def drop_idle_nodes(self) -> list[int]:
+        """Frees the nodes that nothing in flight is below; they are prefilled again when they are needed."""
+        idle: list[int] = (np.flatnonzero(self._is_resident[1:] & (self._in_flight_below[1:] == 0)) + 1).tolist()
+        for node in idle:
+            self._drop_node(node)
+        return idle
+
+    def youngest(self) -> int:
+        """The sequence in flight that comes last in execution order."""
+        return int(np.flatnonzero(self._in_flight)[-1])
+
+    def is_prefilled(self, node: int) -> bool:
+        handle = self._node_handle[node : node + 1]
+        return bool(handle != _NONE and self.cache.lengths(handle) == self._plan.trie.end[node])
+
+    def _drop_node(self, node: int) -> None:
+        if self._node_handle[node] != _NONE:
+            self.cache.free(int(self._node_handle[node]))
+            self._node_handle[node] = _NONE
+        self._is_resident[node] = False
+        self._committed -= self._plan.costs.nodes[:, node]
+
+    def _expected_pages(self, sequence: int, num_generated: int) -> Int64Array:
+        most = int(self._plan.sequences.max_new_tokens[sequence])
+        share = self._ended_shares.upper() if self._ended_shares.count >= _ENOUGH_ENDED else 1.0
+        # a sequence that was preempted is not let in again before it fits to its end
+        new_tokens = most if num_generated > 1 else min(most, max(math.ceil(share * most), num_generated + 1))
+        stored = self._length[sequence] + new_tokens - 1
+        return self._pages(np.array([sequence]), np.array([stored]))[:, 0]
+
+    def _pages(self, sequences: Int64Array, stored: Int64Array) -> Int64Array:
+        """int64 [G, sequences]: pages beside those of their nodes when `stored` tokens of each have KV."""
+        nodes = self._plan.trie.prompt_node[self._plan.sequences.prompt[sequences]]
+        takes_over = self._plan.costs.takes_over[sequences]
+        page_size = self.cache.page_size
+        return np.stack(
+            [
+                sequence_pages(self._length[sequences], stored, takes_over, node_pages[nodes], page_size, window)
+                for node_pages, window in zip(self._plan.costs.nodes, self._windows, strict=True)
+            ]
+        )
+
+
+class _MeanAndDeviation:
+    """Of a stream of numbers."""
+
+    def __init__(self) -> None:
+        self.count, self._sum, self._squares = 0, 0.0, 0.0
+
+    def add(self, value: float) -> None:
+        self.count, self._sum, self._squares = self.count + 1, self._sum + value, self._squares + value * value
+
+    def upper(self) -> float:
+        """Mean plus one standard deviation."""
+        mean = self._sum / self.count
+        return mean + math.sqrt(max(self._squares / self.count - mean * mean, 0.0))

@@ -1,0 +1,350 @@
+"""Which tokens go through the model next: chunks of trie nodes to prefill and sequences to decode, one token budget.
+
+The trie is walked depth-first with a window of sequences in flight. Every step decodes all running sequences and fills
+up with the next nodes' prefill. Sequences start in execution order, as long as the pages of everything alive fit.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections import deque
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from batchkv.kv_cache import Appended, PageCopies
+from batchkv.kv_layout import KVLayout
+from batchkv.plan import Plan
+from batchkv.residency import Residency
+from batchkv.sequence import GeneratedTokens
+from batchkv.step import AttentionBatch, Step
+from batchkv.tokenization import TokenArena
+
+Int64Array = npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True)
+class NodePrefill:
+    """The tokens of a trie node, still to be prefilled."""
+
+    node: int
+
+
+@dataclass(frozen=True, slots=True)
+class SequencePrefill:
+    """What a preempted sequence had generated, to be prefilled again."""
+
+    sequence: int
+
+
+Prefill = NodePrefill | SequencePrefill
+
+
+@dataclass(frozen=True, slots=True)
+class _Rows:
+    """Rows of a step in the making: decode rows, or one chunk.
+
+    Attributes:
+        order: int64 [rows], place in depth-first order.
+        handles, counts: int64 [rows], sequences in the cache and their new tokens.
+        token_ids: int64 [tokens], row by row.
+        appended: where the tokens go.
+        sampled, sampled_row: int64 [sequences], who samples from the last token of which of these rows.
+        completes: the prefill that the chunk is the last one of.
+    """
+
+    order: Int64Array
+    handles: Int64Array
+    counts: Int64Array
+    token_ids: Int64Array
+    appended: Appended
+    sampled: Int64Array
+    sampled_row: Int64Array
+    completes: Prefill | None = None
+
+
+class Scheduler:
+    """Turns a plan into steps: `schedule` one, then `update` with the sequences that ended, until `is_done`.
+
+    Args:
+        plan: what to run.
+        arena: the prompts.
+        layout: KV of the model.
+        generated: the tokens that the caller appends between `schedule` and `update`.
+        max_batch_rows: most sequences in flight.
+        max_batch_tokens: most tokens in a step.
+    """
+
+    def __init__(
+        self,
+        plan: Plan,
+        arena: TokenArena,
+        layout: KVLayout,
+        generated: GeneratedTokens,
+        *,
+        max_batch_rows: int,
+        max_batch_tokens: int,
+    ) -> None:
+        self.preempted_sequences = 0
+        self._plan, self._arena, self._generated = plan, arena, generated
+        self._windows = layout.windows
+        self._max_batch_rows, self._max_batch_tokens = max_batch_rows, max_batch_tokens
+        self._residency = Residency(plan, layout.windows)
+        self._cache = self._residency.cache
+        self._first_sequence = np.searchsorted(plan.sequences.prompt, np.arange(plan.trie.num_prompts + 1))
+        self._prompt_of_node = np.full(plan.trie.num_nodes, -1, np.int64)
+        self._prompt_of_node[plan.trie.prompt_node] = np.arange(plan.trie.num_prompts)
+        self._next = 0  # every sequence before it was admitted or has ended
+        self._preempted: list[int] = []  # a heap of sequences to be admitted before `_next`
+        self._has_ended = np.zeros(len(plan.sequences), bool)
+        self._num_unfinished = len(plan.sequences)
+        self._running = np.zeros(0, np.int64)  # sequences being decoded, in execution order
+        self._waiting: dict[int, list[int]] = {}  # node -> admitted sequences that wait for its prefill
+        self._prefills: deque[Prefill] = deque()
+        self._prefilled_to = plan.trie.start.astype(np.int64)  # of each node, ever
+        self._completed: list[Prefill] = []  # by the step under way
+        self._touched = np.zeros(0, np.int64)  # handles of the step under way
+
+    @property
+    def is_done(self) -> bool:
+        return self._num_unfinished == 0
+
+    @property
+    def pages_held(self) -> Int64Array:
+        """int64 [groups]: KV pages in use."""
+        return self._cache.num_held
+
+    def schedule(self) -> Step:
+        """The next step. Its keys must be stored and its sequences sampled before `update`."""
+        self._make_room()
+        self._admit()
+        parts = self._decode_rows()
+        num_decoded = sum(len(part.token_ids) for part in parts)
+        prefilled = recomputed = 0
+        while self._prefills and (budget := self._max_batch_tokens - num_decoded - prefilled) > 0:
+            chunk = self._prefill_chunk(self._prefills[0], budget)
+            if chunk is None:
+                break
+            parts.append(chunk)
+            prefilled += len(chunk.token_ids)
+            recomputed += self._count_recomputed(self._prefills[0], len(chunk.token_ids))
+            if chunk.completes is not None:
+                self._prefills.popleft()
+        if not parts:
+            raise RuntimeError("nothing can be scheduled although sequences are unfinished")
+        return self._assemble(parts, prefilled, recomputed)
+
+    def update(self, step: Step, ended: npt.NDArray[np.bool_]) -> None:
+        """Takes note of the sequences of `step.sampled` that ended, and lets those start that waited for the step."""
+        self._cache.trim(self._touched)
+        ending = step.sampled[ended]
+        self._has_ended[ending] = True
+        self._running = self._running[~self._has_ended[self._running]]
+        for prefill in self._completed:
+            if isinstance(prefill, SequencePrefill):
+                self._run(prefill.sequence)
+            else:
+                for sequence in self._waiting.pop(prefill.node, []):
+                    if not self._has_ended[sequence]:
+                        self._start(sequence)
+        for sequence in ending.tolist():
+            self._residency.finish(sequence, int(self._generated.lengths[sequence]))
+        self._num_unfinished -= len(ending)
+
+    # -- admission
+
+    def _admit(self) -> None:
+        while self._residency.num_in_flight < self._max_batch_rows:
+            sequence = self._peek()
+            if sequence is None:
+                return
+            num_generated = int(self._generated.lengths[sequence])
+            if not self._residency.fits(sequence, num_generated):
+                return
+            self._pop(sequence)
+            self._prefills.extend(NodePrefill(n) for n in self._residency.admit(sequence, num_generated))
+            node = self._residency.node_of(sequence)
+            if self._residency.is_prefilled(node):
+                self._start(sequence)
+            else:
+                self._waiting.setdefault(node, []).append(sequence)
+
+    def _peek(self) -> int | None:
+        """The first sequence in execution order that is neither in flight nor has ended."""
+        if self._preempted:
+            return self._preempted[0]
+        while self._next < len(self._has_ended) and self._has_ended[self._next]:
+            self._next += 1
+        return self._next if self._next < len(self._has_ended) else None
+
+    def _pop(self, sequence: int) -> None:
+        if self._preempted:
+            heapq.heappop(self._preempted)
+        else:
+            self._next = sequence + 1
+
+    def _start(self, sequence: int) -> None:
+        """The sequence's prompt is prefilled and its first token is known."""
+        self._residency.begin_sequence(sequence)
+        if self._generated.lengths[sequence] > 1:
+            self._prefills.appendleft(SequencePrefill(sequence))
+        else:
+            self._run(sequence)
+
+    def _run(self, sequence: int) -> None:
+        self._running = np.insert(self._running, np.searchsorted(self._running, sequence), sequence)
+
+    def _make_room(self) -> None:
+        """Preempts, youngest first, where sequences have grown beyond what was expected of them."""
+        self._residency.grow(self._running)
+        while self._residency.is_overcommitted:
+            if self._residency.num_in_flight > 1:
+                self._preempt(self._residency.youngest())
+                continue
+            dropped = {NodePrefill(node) for node in self._residency.drop_idle_nodes()}
+            self._prefills = deque(prefill for prefill in self._prefills if prefill not in dropped)
+            if not dropped:
+                raise RuntimeError("one sequence does not fit a KV pool that was made for it")
+
+    def _preempt(self, sequence: int) -> None:
+        self._residency.withdraw(sequence)
+        self._running = self._running[self._running != sequence]
+        waiting = self._waiting.get(self._residency.node_of(sequence), [])
+        if sequence in waiting:
+            waiting.remove(sequence)
+        if SequencePrefill(sequence) in self._prefills:
+            self._prefills.remove(SequencePrefill(sequence))
+        heapq.heappush(self._preempted, sequence)
+        self.preempted_sequences += 1
+
+    # -- rows
+
+    def _decode_rows(self) -> list[_Rows]:
+        """One token for each running sequence, the oldest first if there are more than a step holds."""
+        sequences = self._running[: self._max_batch_tokens]
+        if len(sequences) == 0:
+            return []
+        handles, counts = self._residency.handles(sequences), np.ones(len(sequences), np.int64)
+        return [
+            _Rows(
+                order=2 * sequences + 1,
+                handles=handles,
+                counts=counts,
+                token_ids=self._generated.last_token[sequences].astype(np.int64),
+                appended=self._cache.append(handles, counts),
+                sampled=sequences,
+                sampled_row=np.arange(len(sequences)),
+            )
+        ]
+
+    def _prefill_chunk(self, prefill: Prefill, budget: int) -> _Rows | None:
+        """The next tokens of a prefill; None if its pages have to wait for others to leave a window."""
+        if isinstance(prefill, NodePrefill):
+            handle = self._residency.begin_node(prefill.node)
+            start = int(self._plan.trie.start[prefill.node])
+            token_ids = self._plan.trie.node_tokens(self._arena, prefill.node)
+            order = 2 * int(self._plan.costs.first_sequence[prefill.node])
+        else:
+            handle = int(self._residency.handles(np.array([prefill.sequence]))[0])
+            start = int(self._plan.trie.end[self._residency.node_of(prefill.sequence)])
+            token_ids = self._generated.tokens(prefill.sequence)[:-1]
+            order = 2 * prefill.sequence + 1
+        handles = np.array([handle])
+        rest = token_ids[int(self._cache.lengths(handles)[0]) - start :]
+        count = min(len(rest), budget, self._cache.room(handle))
+        if count <= 0:
+            return None
+        counts = np.array([count])
+        is_last = count == len(rest)
+        sampled = self._samplers(prefill) if is_last else np.zeros(0, np.int64)
+        return _Rows(
+            order=np.array([order]),
+            handles=handles,
+            counts=counts,
+            token_ids=rest[:count].astype(np.int64),
+            appended=self._cache.append(handles, counts),
+            sampled=sampled,
+            sampled_row=np.zeros_like(sampled),
+            completes=prefill if is_last else None,
+        )
+
+    def _samplers(self, prefill: Prefill) -> Int64Array:
+        """Sequences that get their first token when this prefill is complete."""
+        prompt = int(self._prompt_of_node[prefill.node]) if isinstance(prefill, NodePrefill) else -1
+        if prompt < 0:
+            return np.zeros(0, np.int64)
+        sequences = np.arange(self._first_sequence[prompt], self._first_sequence[prompt + 1])
+        return sequences[(self._generated.lengths[sequences] == 0) & ~self._has_ended[sequences]]
+
+    def _count_recomputed(self, prefill: Prefill, count: int) -> int:
+        """How many of the `count` tokens just scheduled went through the model before."""
+        if isinstance(prefill, SequencePrefill):
+            return count
+        handle = np.array([self._residency.begin_node(prefill.node)])
+        now = int(self._cache.lengths(handle)[0])
+        before = int(self._prefilled_to[prefill.node])
+        self._prefilled_to[prefill.node] = max(before, now)
+        return max(0, min(before, now) - (now - count))
+
+    # -- steps
+
+    def _assemble(self, parts: list[_Rows], prefill_tokens: int, recomputed_tokens: int) -> Step:
+        """Puts the rows into depth-first order; of equal places, parents stand before their children in `parts`."""
+        order = np.argsort(np.concatenate([part.order for part in parts]), kind="stable")
+        handles = np.concatenate([part.handles for part in parts])[order]
+        counts = np.concatenate([part.counts for part in parts])
+        cu_seqlens = np.concatenate([[0], np.cumsum(counts[order])])
+        old_start = np.cumsum(counts) - counts
+        token = np.repeat(old_start[order] - cu_seqlens[:-1], counts[order]) + np.arange(cu_seqlens[-1])
+        attention = tuple(
+            self._attention_batch(group, parts, handles, cu_seqlens, token) for group in range(len(self._windows))
+        )
+        new_row = np.empty(len(order), np.int64)
+        new_row[order] = np.arange(len(order))
+        rows_before = np.cumsum([0] + [len(part.handles) for part in parts[:-1]])
+        sampled_row = np.concatenate([part.sampled_row + n for part, n in zip(parts, rows_before, strict=True)])
+        wanted, sampled_logits = np.unique(new_row[sampled_row], return_inverse=True)
+        self._touched = handles
+        self._completed = [part.completes for part in parts if part.completes is not None]
+        return Step(
+            token_ids=np.concatenate([part.token_ids for part in parts])[token],
+            positions=attention[0].query_positions,
+            attention=attention,
+            logits_tokens=cu_seqlens[1:][wanted] - 1,
+            sampled=np.concatenate([part.sampled for part in parts]),
+            sampled_logits=sampled_logits,
+            prefill_tokens=prefill_tokens,
+            recomputed_tokens=recomputed_tokens,
+        )
+
+    def _attention_batch(
+        self, group: int, parts: list[_Rows], handles: Int64Array, cu_seqlens: Int64Array, token: Int64Array
+    ) -> AttentionBatch:
+        return AttentionBatch(
+            page_size=self._cache.page_size,
+            window=self._windows[group],
+            page_table=self._cache.page_table(group, handles),
+            kv_lens=self._cache.lengths(handles),
+            cu_seqlens_q=cu_seqlens,
+            slots=np.concatenate([part.appended.slots[group] for part in parts])[token],
+            copies=_in_few_rounds([part.appended.copies[group] for part in parts]),
+        )
+
+
+def _in_few_rounds(copies: list[PageCopies]) -> tuple[PageCopies, ...]:
+    """Copies of one round are made at once: none of them reads what another one of it writes."""
+    rounds: list[list[PageCopies]] = []
+    written: set[int] = set()
+    for some in copies:
+        if len(some) == 0:
+            continue
+        if not rounds or not written.isdisjoint(some.src.tolist()):
+            rounds.append([])
+            written = set()
+        rounds[-1].append(some)
+        written.update(some.dst.tolist())
+    return tuple(
+        PageCopies(*(np.concatenate([getattr(c, name) for c in some]) for name in ("src", "dst", "num_slots")))
+        for some in rounds
+    )

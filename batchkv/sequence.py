@@ -1,0 +1,92 @@
+"""What is generated: one sequence per distinct (prompt, sample), in execution order, and the tokens it has so far."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+Int32Array = npt.NDArray[np.int32]
+
+
+@dataclass(frozen=True, slots=True)
+class SequenceTable:
+    """All sequences of a job, numbered in execution order (depth-first over the trie).
+
+    Rows that must give the same tokens (greedy, same prompt, same parameters) are one sequence, fanned out to their
+    places in the output.
+
+    Attributes:
+        prompt: int32 [sequences], the prompt in the trie; never decreases.
+        row: int32 [sequences], the (first) row it is generated for.
+        sample: int32 [sequences], which of the row's samples.
+        max_new_tokens: int32 [sequences], generated tokens at most: `max_tokens`, or what the context leaves.
+        output_sequence: int32 [outputs], the sequence of each result row in job order; -1 for an error row.
+        output_row: int32 [outputs], the job row of each result row.
+    """
+
+    prompt: Int32Array
+    row: Int32Array
+    sample: Int32Array
+    max_new_tokens: Int32Array
+    output_sequence: Int32Array
+    output_row: Int32Array
+
+    def __len__(self) -> int:
+        return len(self.prompt)
+
+
+class GeneratedTokens:
+    """Tokens of the sequences that have some but are not finished, in a pool of slots that are used again."""
+
+    def __init__(self, num_sequences: int) -> None:
+        self.lengths = np.zeros(num_sequences, np.int32)
+        self.last_token = np.zeros(num_sequences, np.int32)
+        self._slot = np.full(num_sequences, -1, np.int32)
+        self._tokens = np.zeros((8, 8), np.int32)
+        self._logprobs = np.zeros((8, 8), np.float32)
+        self._free = list(range(8))
+
+    def append(
+        self, sequences: npt.NDArray[np.int64], token_ids: Int32Array, logprobs: npt.NDArray[np.float32]
+    ) -> None:
+        """One more token for each of `sequences` (distinct)."""
+        for sequence in sequences[self._slot[sequences] < 0].tolist():
+            self._slot[sequence] = self._take_slot()
+        at = self.lengths[sequences]
+        self._widen(int(at.max(initial=0)) + 1)
+        slots = self._slot[sequences]
+        self._tokens[slots, at] = token_ids
+        self._logprobs[slots, at] = logprobs
+        self.last_token[sequences] = token_ids
+        self.lengths[sequences] += 1
+
+    def tokens(self, sequence: int) -> Int32Array:
+        """int32 [length]: a view."""
+        return self._tokens[self._slot[sequence], : self.lengths[sequence]]
+
+    def logprobs(self, sequence: int) -> npt.NDArray[np.float32]:
+        """float32 [length]: a view."""
+        return self._logprobs[self._slot[sequence], : self.lengths[sequence]]
+
+    def drop(self, sequence: int) -> None:
+        """Its tokens have been taken elsewhere, if it has any; the slot is free again."""
+        if self._slot[sequence] >= 0:
+            self._free.append(int(self._slot[sequence]))
+            self._slot[sequence] = -1
+
+    def _take_slot(self) -> int:
+        if not self._free:
+            slots = len(self._tokens)
+            self._tokens = np.pad(self._tokens, ((0, slots), (0, 0)))
+            self._logprobs = np.pad(self._logprobs, ((0, slots), (0, 0)))
+            self._free.extend(range(slots, 2 * slots))
+        return self._free.pop()
+
+    def _widen(self, width: int) -> None:
+        more = width - self._tokens.shape[1]
+        if more > 0:
+            more = max(more, self._tokens.shape[1])
+            self._tokens = np.pad(self._tokens, ((0, 0), (0, more)))
+            self._logprobs = np.pad(self._logprobs, ((0, 0), (0, more)))
