@@ -108,6 +108,7 @@ class Sampled:
     logprobs: npt.NDArray[np.float32]
 
 
+@torch.no_grad()
 def sample(logits_BV: torch.Tensor, batch: SamplingBatch, positions: npt.NDArray[np.int64]) -> Sampled:
     """Samples one token per row.
 
@@ -287,12 +288,22 @@ def _cut(
         if not len(open_):
             break
         logits = logits_BV if len(open_) == len(logits_BV) else logits_BV[open_]
-        largest = logits.topk(width).values if width < vocabulary else logits.sort(descending=True).values
+        largest = _largest(logits, width)
         params = rows.take(open_)
         lowest, ties, settled = _cut_within(largest, best_B[open_], mass_B[open_], params, vocabulary)
         lowest_B[open_], ties_B[open_] = lowest, ties
         open_ = open_[~settled]
     return lowest_B, ties_B
+
+
+def _largest(logits_BV: torch.Tensor, width: int) -> torch.Tensor:
+    """The `width` largest logits of each row, descending."""
+    if width < logits_BV.shape[1]:
+        return logits_BV.topk(width).values
+    if logits_BV.device.type == "cpu":
+        # Sorts values without their indices, with vector instructions: some ten times as fast as torch.
+        return torch.from_numpy(np.sort(logits_BV.numpy())).flip(-1)
+    return logits_BV.sort(descending=True).values
 
 
 def _cut_within(

@@ -287,6 +287,13 @@ def test_the_logits_are_not_changed() -> None:
     assert torch.equal(logits, before)
 
 
+def test_logits_of_a_model_in_training_are_fine() -> None:
+    logits = torch.randn(len(MIXED), 1500, generator=torch.Generator().manual_seed(7))
+    expected = sample(logits, batch_of(*MIXED), np.arange(len(MIXED)))
+    result = sample(logits.requires_grad_(), batch_of(*MIXED), np.arange(len(MIXED)))
+    assert result.token_ids.tolist() == expected.token_ids.tolist()
+
+
 def test_take_and_length() -> None:
     batch = batch_of(SamplingParams(top_k=3), SamplingParams(temperature=0.5, top_p=0.25, min_p=0.125))
     taken = batch.take(np.array([1, 0, 1]))
