@@ -94,8 +94,7 @@ def _check_columns(table: JobTable) -> None:
     taken = [name for name in names - CONSUMED_COLUMNS if name in RESULT_COLUMNS]
     if taken:
         raise UserError(
-            f"the result has columns of its own named {', '.join(sorted(taken))}: "
-            "rename those of the job file"
+            f"the result has columns of its own named {', '.join(sorted(taken))}: rename those of the job file"
         )
 
 
@@ -152,11 +151,7 @@ def _unsupported(table: JobTable) -> dict[int, RowError]:
 
 
 def _carried(table: JobTable) -> pa.Table:
-    carried = {
-        name: _carried_column(column)
-        for name, column in table.columns.items()
-        if name not in CONSUMED_COLUMNS
-    }
+    carried = {name: _carried_column(column) for name, column in table.columns.items() if name not in CONSUMED_COLUMNS}
     return pa.table(carried)
 
 

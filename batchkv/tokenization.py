@@ -165,9 +165,7 @@ def _reason(error: Exception, messages: list[Message]) -> str:
     return kind if quotes or not line else f"{kind}: {line}"
 
 
-def _encode_distinct(
-    texts: Iterable[str], tokenizer: Tokenizer, *, add_special_tokens: bool
-) -> dict[str, TokenIds]:
+def _encode_distinct(texts: Iterable[str], tokenizer: Tokenizer, *, add_special_tokens: bool) -> dict[str, TokenIds]:
     """Token ids by text, each text encoded once; those that are no valid Unicode are missing."""
     distinct = [text for text in dict.fromkeys(texts) if _is_unicode(text)]
     adds_bos = add_special_tokens and distinct and _adds_bos(tokenizer)

@@ -155,9 +155,7 @@ def _sample_columns(job: Job, rows: Int64s, samples: Sequence[Completion | None]
     }
 
 
-def _list_array(
-    lists: Sequence[npt.NDArray[Any] | None], dtype: type[np.int32] | type[np.float32]
-) -> pa.ListArray:
+def _list_array(lists: Sequence[npt.NDArray[Any] | None], dtype: type[np.int32] | type[np.float32]) -> pa.ListArray:
     """A list array of `lists`, null where there is None."""
     offsets = np.zeros(len(lists) + 1, dtype=np.int32)
     np.cumsum([0 if values is None else len(values) for values in lists], out=offsets[1:])

@@ -88,9 +88,7 @@ def _parse_cell(column: str, cell: object) -> Values | RowError:
         given = {name: value for name, value in cell.items() if value is not None}
         unknown = [name for name in given if name not in _PARSERS]
         if unknown:
-            raise ValueError(
-                f"{column} has the unknown fields {shown(unknown)}, can have {', '.join(_PARSERS)}"
-            )
+            raise ValueError(f"{column} has the unknown fields {shown(unknown)}, can have {', '.join(_PARSERS)}")
         return {name: _PARSERS[name](name, value) for name, value in given.items()}
     except ValueError as error:
         return RowError("bad_parameter", str(error))

@@ -28,9 +28,7 @@ class _BadPromptError(ValueError):
         self.error = RowError(code, message)
 
 
-def read_prompts(
-    columns: Mapping[str, Column], num_rows: int
-) -> tuple[list[Prompt | None], dict[int, RowError]]:
+def read_prompts(columns: Mapping[str, Column], num_rows: int) -> tuple[list[Prompt | None], dict[int, RowError]]:
     """The prompt of each row, None where the row has an error, and those errors by row number."""
     prompts: list[Prompt | None] = [None] * num_rows
     errors: dict[int, RowError] = {}
@@ -148,9 +146,7 @@ def _token_lists(column: Column, rows: npt.NDArray[np.int64]) -> Iterator[tuple[
         return
     dtype = column.type
     # A list of nulls is what Arrow makes of empty lists alone.
-    if not is_list(dtype) or not (
-        pa.types.is_integer(dtype.value_type) or pa.types.is_null(dtype.value_type)
-    ):
+    if not is_list(dtype) or not (pa.types.is_integer(dtype.value_type) or pa.types.is_null(dtype.value_type)):
         message = f"prompt_token_ids is {dtype}, must be a list of integers"
         yield from _all_bad(rows, RowError("bad_prompt", message))
         return
@@ -196,7 +192,5 @@ def _all_bad(rows: npt.NDArray[np.int64], error: RowError) -> Iterator[tuple[int
 
 
 _NO_TOKENS = RowError("empty_prompt", "prompt_token_ids is an empty list")
-_BAD_TOKEN_ID = RowError(
-    "bad_token_id", f"prompt_token_ids holds a value that is no integer from 0 to {MAX_TOKEN_ID}"
-)
+_BAD_TOKEN_ID = RowError("bad_token_id", f"prompt_token_ids holds a value that is no integer from 0 to {MAX_TOKEN_ID}")
 _CELL_READERS = {"prompt": _texts, "messages": _conversations, "prompt_token_ids": _token_lists}

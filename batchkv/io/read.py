@@ -67,8 +67,7 @@ def read_jobs(jobs: Jobs) -> JobTable:
     if isinstance(jobs, Sequence) and jobs and all(isinstance(path, (str, os.PathLike)) for path in jobs):
         return _read_files([file for path in jobs for file in _expand(path)])
     raise UserError(
-        f"jobs is a {type(jobs).__name__}, must be a path, a list of paths, a pyarrow.Table "
-        "or a polars.DataFrame"
+        f"jobs is a {type(jobs).__name__}, must be a path, a list of paths, a pyarrow.Table or a polars.DataFrame"
     )
 
 

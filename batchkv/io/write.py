@@ -32,9 +32,7 @@ def check_writable(path: StrPath, *, overwrite: bool, schema: pa.Schema | None =
     if target.exists() and not overwrite:
         raise UserError(f"{path} exists: choose another path, or replace it with --overwrite")
     if not os.access(target.parent, os.W_OK | os.X_OK):
-        raise UserError(
-            f"the folder {target.parent} is not writable: choose another, or change its permissions"
-        )
+        raise UserError(f"the folder {target.parent} is not writable: choose another, or change its permissions")
     if schema is not None:
         with open(os.devnull, "wb") as nowhere:
             _write(schema.empty_table(), nowhere, target)

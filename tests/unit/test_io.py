@@ -138,14 +138,10 @@ class TestJsonLines:
         assert cells(read_jobs(path)) == {"prompt": ["a", 2, None], "n": [1, "x", [True]]}
 
     @pytest.mark.parametrize("odd", ["private text", True, [1], {"a": 1}, 2**70])
-    def test_a_carried_column_of_mixed_types_is_named_with_its_line(
-        self, tmp_path: Path, odd: object
-    ) -> None:
+    def test_a_carried_column_of_mixed_types_is_named_with_its_line(self, tmp_path: Path, odd: object) -> None:
         lines: list[object] = [{"prompt": "a", "score": 1.5} for _ in range(9)]
         path = json_lines(tmp_path, *lines, "", {"prompt": "b", "score": odd}, {"prompt": "c"})
-        with pytest.raises(
-            UserError, match=r"jobs\.jsonl line 11: column 'score' holds .* strings"
-        ) as caught:
+        with pytest.raises(UserError, match=r"jobs\.jsonl line 11: column 'score' holds .* strings") as caught:
             read_jobs(path)
         assert "private" not in str(caught.value)
 
@@ -226,9 +222,7 @@ class TestWriting:
         assert (tmp_path / "out.parquet").read_bytes() == before
         assert os.listdir(tmp_path) == ["out.parquet"]
 
-    def test_the_file_is_on_disk_before_it_has_its_name(
-        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
+    def test_the_file_is_on_disk_before_it_has_its_name(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         calls: list[str] = []
         fsync, rename = os.fsync, os.replace
         monkeypatch.setattr(os, "fsync", lambda fd: (calls.append("fsync"), fsync(fd)))
@@ -260,9 +254,7 @@ class TestWriting:
             ("folder.parquet", "folder.parquet is a directory"),
         ],
     )
-    def test_both_check_and_write_refuse_a_hopeless_path(
-        self, tmp_path: Path, name: str, message: str
-    ) -> None:
+    def test_both_check_and_write_refuse_a_hopeless_path(self, tmp_path: Path, name: str, message: str) -> None:
         (tmp_path / "folder.parquet").mkdir()
         with pytest.raises(UserError, match=message):
             check_writable(tmp_path / name, overwrite=True)
@@ -275,9 +267,7 @@ class TestWriting:
             check_writable(tmp_path / "out.parquet", overwrite=False)
         check_writable(tmp_path / "out.parquet", overwrite=True)
 
-    def test_a_folder_without_permission_is_refused(
-        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
+    def test_a_folder_without_permission_is_refused(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(os, "access", lambda path, mode: False)
         with pytest.raises(UserError, match="not writable"):
             check_writable(tmp_path / "out.parquet", overwrite=False)

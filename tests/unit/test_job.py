@@ -52,10 +52,7 @@ class TestPrompts:
         assert job.prompts[2].tolist() == [3, 4]
         assert job.prompts[3:] == [None, None]
         assert codes(job) == {3: "bad_prompt", 4: "bad_prompt"}
-        assert (
-            job.errors[3].message
-            == "prompt and prompt_token_ids are given together, must be only one of them"
-        )
+        assert job.errors[3].message == "prompt and prompt_token_ids are given together, must be only one of them"
         assert job.errors[4].message.startswith("none of prompt, messages, prompt_token_ids is given")
 
     def test_a_prompt_of_another_type_is_an_error_of_its_row(self, tmp_path: Path) -> None:
@@ -70,9 +67,7 @@ class TestPrompts:
     def test_an_empty_text_is_left_to_the_tokenizer(self) -> None:
         assert read_job(pa.table({"prompt": [""]}), DEFAULTS).prompts == [""]
 
-    @pytest.mark.parametrize(
-        "dtype", [pa.large_string(), pa.string_view(), pa.dictionary(pa.int32(), pa.string())]
-    )
+    @pytest.mark.parametrize("dtype", [pa.large_string(), pa.string_view(), pa.dictionary(pa.int32(), pa.string())])
     def test_all_kinds_of_strings_are_prompts(self, dtype: pa.DataType) -> None:
         column = pa.array(["a", None, "b"]).cast(dtype)
         job = read_job(pa.table({"prompt": column, "id": pa.array(["x", "y", "z"]).cast(dtype)}), DEFAULTS)
@@ -121,9 +116,9 @@ class TestPrompts:
         assert job.prompts == [conversation]
 
     def test_fields_that_arrow_added_are_dropped_and_extra_fields_kept(self) -> None:
-        call = {"type": "function", "function": {"name": "f", "arguments": {"x": 1}}}
+        calls = [{"type": "function", "function": {"name": name, "arguments": {name: 1}}} for name in ("f", "g")]
         conversations = [
-            [USER, {"role": "assistant", "tool_calls": [call]}],
+            [USER, {"role": "assistant", "tool_calls": calls}],
             [{"role": "tool", "name": "f", "content": "2"}],
         ]
         job = read_job(pa.table({"messages": conversations}), DEFAULTS)
@@ -246,9 +241,7 @@ class TestParameters:
 
     @pytest.mark.parametrize("in_struct", [True, False])
     @pytest.mark.parametrize(("name", "value", "expected"), ACCEPTED)
-    def test_accepted_values(
-        self, tmp_path: Path, name: str, value: object, expected: object, in_struct: bool
-    ) -> None:
+    def test_accepted_values(self, tmp_path: Path, name: str, value: object, expected: object, in_struct: bool) -> None:
         row = {"sampling_params": {name: value}} if in_struct else {name: value}
         job = job_of_lines(tmp_path, {"prompt": "a", **row}, {"prompt": "b"})
         assert job.errors == {}
@@ -258,9 +251,7 @@ class TestParameters:
 
     @pytest.mark.parametrize("in_struct", [True, False])
     @pytest.mark.parametrize(("name", "value", "message"), REFUSED)
-    def test_refused_values(
-        self, tmp_path: Path, name: str, value: object, message: str, in_struct: bool
-    ) -> None:
+    def test_refused_values(self, tmp_path: Path, name: str, value: object, message: str, in_struct: bool) -> None:
         row = {"sampling_params": {name: value}} if in_struct else {name: value}
         job = job_of_lines(tmp_path, {"prompt": "a", **row}, {"prompt": "b"})
         assert codes(job) == {0: "bad_parameter"}
@@ -295,6 +286,12 @@ class TestParameters:
     def test_one_and_true_and_one_point_zero_are_not_confused(self, tmp_path: Path) -> None:
         job = job_of_lines(tmp_path, *({"prompt": "a", "n": n} for n in (1, True, 1.0, "1")))
         assert codes(job) == {1: "bad_parameter", 3: "bad_parameter"}
+
+    def test_every_combination_of_cells_is_its_own(self) -> None:
+        grid = [(n, top_k, seed) for n in (1, 2) for top_k in (3, 4) for seed in (5, 6)]
+        columns = dict(zip(("n", "top_k", "seed"), map(list, zip(*grid, strict=True)), strict=True))
+        job = read_job(pa.table({"prompt": ["a"] * 8, **columns}), DEFAULTS)
+        assert [(params.n, params.top_k, params.seed) for params in job.params] == grid
 
     def test_equal_parameters_are_one_object(self) -> None:
         frame = pl.DataFrame({"prompt": ["a"] * 4, "n": [2, 3, 2, None], "stop": [["x"], [], ["x"], None]})
@@ -343,10 +340,7 @@ class TestIds:
             4: "bad_id",
             6: "duplicate_id",
         }
-        assert (
-            job.errors[2].message
-            == "the id of row 2 is a string, must be a 64-bit integer as in the rows before"
-        )
+        assert job.errors[2].message == "the id of row 2 is a string, must be a 64-bit integer as in the rows before"
 
     @pytest.mark.parametrize("column", [pa.array([1.5]), pa.array([[1]]), pa.array([2**64 - 1], pa.uint64())])
     def test_other_types_are_unusable(self, column: pa.Array) -> None:
@@ -396,9 +390,7 @@ class TestColumns:
         assert job.carried.to_pydict() == {name: [value, None]}
 
     def test_columns_not_executed_yet_may_mix_types_in_json_lines(self, tmp_path: Path) -> None:
-        job = job_of_lines(
-            tmp_path, {"prompt": "a", "regex": 5}, {"prompt": "b", "regex": "x"}, {"prompt": "c"}
-        )
+        job = job_of_lines(tmp_path, {"prompt": "a", "regex": 5}, {"prompt": "b", "regex": "x"}, {"prompt": "c"})
         assert job.carried.to_pydict() == {"regex": ["5", "x", None]}
         assert codes(job) == {0: "unsupported", 1: "unsupported"}
 
@@ -408,9 +400,7 @@ class TestColumns:
             read_job(pa.table({"prompt": ["a"], name: ["b"]}), DEFAULTS)
 
     def test_rows_without_any_prompt_column_are_unusable(self) -> None:
-        with pytest.raises(
-            UserError, match=r"none of the columns prompt, messages.*only question, id: rename"
-        ):
+        with pytest.raises(UserError, match=r"none of the columns prompt, messages.*only question, id: rename"):
             read_job(pa.table({"question": ["a"], "id": [1]}), DEFAULTS)
 
     def test_openai_batch_files_say_that_they_are_not_supported(self) -> None:
@@ -426,6 +416,12 @@ class TestColumns:
     def test_limit_takes_the_first_rows(self, tmp_path: Path) -> None:
         job = job_of_lines(tmp_path, *({"prompt": str(i), "x": i} for i in range(5)), limit=2)
         assert (job.num_rows, job.prompts, job.carried.num_rows) == (2, ["0", "1"], 2)
+
+
+def test_a_row_reports_the_first_thing_that_is_wrong_with_it(tmp_path: Path) -> None:
+    wrong = {"id": None, "prompt": 5, "n": 0, "tenant": "a"}
+    job = job_of_lines(tmp_path, wrong, {**wrong, "id": "a"}, {**wrong, "id": "b", "prompt": "x"})
+    assert codes(job) == {0: "bad_id", 1: "bad_prompt", 2: "bad_parameter"}
 
 
 def test_a_bad_line_is_a_row_with_only_that_error(tmp_path: Path) -> None:

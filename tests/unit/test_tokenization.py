@@ -28,19 +28,13 @@ BOS, EOS = 0, 1
 
 def make_tokenizer(*, adds: str = "<s> $A", template: str | None = TEMPLATE) -> PreTrainedTokenizerFast:
     """One token per byte; `adds` says which special tokens go around a text."""
-    vocab = {
-        token: i for i, token in enumerate(["<s>", "</s>", *sorted(pre_tokenizers.ByteLevel.alphabet())])
-    }
+    vocab = {token: i for i, token in enumerate(["<s>", "</s>", *sorted(pre_tokenizers.ByteLevel.alphabet())])}
     tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=[]))
     tokenizer.add_special_tokens(["<s>", "</s>"])
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
-    tokenizer.post_processor = processors.TemplateProcessing(
-        single=adds, special_tokens=[("<s>", BOS), ("</s>", EOS)]
-    )
-    fast = PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, bos_token="<s>", eos_token="</s>", model_max_length=16
-    )
+    tokenizer.post_processor = processors.TemplateProcessing(single=adds, special_tokens=[("<s>", BOS), ("</s>", EOS)])
+    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token="<s>", eos_token="</s>", model_max_length=16)
     fast.chat_template = template
     return fast
 
@@ -77,7 +71,7 @@ def test_a_tokenizer_without_a_bos_works() -> None:
 
 
 def test_messages_are_what_the_tokenizer_makes_of_them() -> None:
-    tokenizer = make_tokenizer()
+    tokenizer = make_tokenizer(adds="<s> $A </s>")
     conversation = [{"role": "user", "content": "hé"}, {"role": "assistant", "content": "<s>yes"}]
     arena, errors = tokenize(job_of(messages=[conversation]), tokenizer)
     expected = tokenizer.apply_chat_template(conversation, add_generation_prompt=True, return_dict=False)

@@ -54,9 +54,7 @@ def test_a_row_has_a_slot_per_sample_and_an_error_row_has_one() -> None:
 
 
 def test_every_column_of_every_slot() -> None:
-    job = job_of(
-        id=["a", "b", "c"], n=[2, 1, 1], logprobs=[True, None, True], tag=pa.array([1, 2, 3], pa.int8())
-    )
+    job = job_of(id=["a", "b", "c"], n=[2, 1, 1], logprobs=[True, None, True], tag=pa.array([1, 2, 3], pa.int8()))
     errors = {2: RowError("too_long", "too long by 1")}
     found = {0: completion("xy"), 1: completion("z", finish="stop"), 2: completion("")}
     table = table_of(job, found, errors)
@@ -79,9 +77,7 @@ def test_every_column_of_every_slot() -> None:
 def test_the_columns_and_their_types_do_not_depend_on_the_rows() -> None:
     full = table_of(job_of(id=["a"], x=[1]), {0: completion("x")})
     failed = table_of(job_of(id=["a"], n=[0], x=[1]), {})
-    empty = table_of(
-        read_job(pa.table({"prompt": [], "id": pa.array([], pa.string())}), SamplingParams()), {}
-    )
+    empty = table_of(read_job(pa.table({"prompt": [], "id": pa.array([], pa.string())}), SamplingParams()), {})
     assert full.column_names == [*RESULT_COLUMNS, "x"]
     assert failed.schema == full.schema
     assert empty.schema == full.schema.remove(len(RESULT_COLUMNS))
