@@ -77,27 +77,54 @@ def result_table(
     offsets = output_offsets(job, errors)
     rows = np.repeat(np.arange(job.num_rows), np.diff(offsets))
     samples = _samples(rows, errors, completions)
-    index = np.arange(len(rows)) - offsets[rows]
     finished = np.array([sample is not None for sample in samples], dtype=np.bool_)
-    num_prompt = np.where(finished, num_prompt_tokens[rows], 0)
-    num_cached = np.where(finished, num_cached_tokens, 0)
-    texts = _texts(job, rows, samples, detokenize)
-    chunks = []
-    for start in range(0, max(1, len(rows)), CHUNK_SLOTS):
-        part = slice(start, start + CHUNK_SLOTS)
-        columns = {
-            "id": job.ids.take(pa.array(rows[part])),
-            "sample_index": pa.array(index[part], pa.int32()),
-            "text": pa.array(texts[part], pa.string()),
-            **_sample_columns(job, rows[part], samples[part]),
-            "num_prompt_tokens": pa.array(num_prompt[part], pa.int32()),
-            "num_cached_tokens": pa.array(num_cached[part], pa.int32()),
-            **_error_columns(errors, rows[part]),
-        }
-        columns = {name: columns[name] for name in RESULT_COLUMNS}
-        chunks.append(pa.table({**columns, **_carried_columns(job.carried, rows[part])}))
-    metadata = None if summary is None else {SUMMARY_KEY: json.dumps(summary).encode()}
-    return pa.concat_tables(chunks).replace_schema_metadata(metadata)
+    slots = _Slots(
+        rows=rows,
+        sample_index=np.arange(len(rows)) - offsets[rows],
+        samples=samples,
+        texts=_texts(job, rows, samples, detokenize),
+        num_prompt_tokens=np.where(finished, num_prompt_tokens[rows], 0),
+        num_cached_tokens=np.where(finished, num_cached_tokens, 0),
+    )
+    starts = range(0, max(1, len(rows)), CHUNK_SLOTS)  # one chunk at least: an empty result has columns too
+    table = pa.concat_tables([_chunk(job, errors, slots.part(start, start + CHUNK_SLOTS)) for start in starts])
+    return table.replace_schema_metadata(None if summary is None else {SUMMARY_KEY: json.dumps(summary).encode()})
+
+
+@dataclass(frozen=True, slots=True)
+class _Slots:
+    """What the result says of each slot, all [slots]."""
+
+    rows: Int64s
+    sample_index: Int64s
+    samples: Sequence[Completion | None]
+    texts: Sequence[str | None]
+    num_prompt_tokens: Int64s
+    num_cached_tokens: Int64s
+
+    def part(self, start: int, stop: int) -> _Slots:
+        return _Slots(
+            self.rows[start:stop],
+            self.sample_index[start:stop],
+            self.samples[start:stop],
+            self.texts[start:stop],
+            self.num_prompt_tokens[start:stop],
+            self.num_cached_tokens[start:stop],
+        )
+
+
+def _chunk(job: Job, errors: Mapping[int, RowError], slots: _Slots) -> pa.Table:
+    own = {
+        "id": job.ids.take(pa.array(slots.rows)),
+        "sample_index": pa.array(slots.sample_index, pa.int32()),
+        "text": pa.array(slots.texts, pa.string()),
+        **_sample_columns(job, slots.rows, slots.samples),
+        "num_prompt_tokens": pa.array(slots.num_prompt_tokens, pa.int32()),
+        "num_cached_tokens": pa.array(slots.num_cached_tokens, pa.int32()),
+        **_error_columns(errors, slots.rows),
+    }
+    in_order = {name: own[name] for name in RESULT_COLUMNS}
+    return pa.table({**in_order, **_carried_columns(job.carried, slots.rows)})
 
 
 def _samples(
