@@ -15,6 +15,7 @@ RowErrorCode = Literal[
     "empty_prompt",  # no tokens at all
     "bad_parameter",  # a sampling parameter out of range or of the wrong type
     "too_long",  # longer than the model's context or than the KV budget
+    "bad_logits",  # the model gave no distribution to sample from (NaN or infinite logits)
     "unsupported",  # a column of the job format that this version does not execute
 ]
 

@@ -10,10 +10,10 @@ import numpy.typing as npt
 import torch
 
 from batchkv.endings import Ending, Endings
+from batchkv.job_plan import Plan
 from batchkv.kv_layout import KVLayout
 from batchkv.metrics import RunMetrics
 from batchkv.model_runner import ModelRunner
-from batchkv.plan import Plan
 from batchkv.sampler import InvalidLogitsError, Sampled, SamplingBatch, sample
 from batchkv.scheduler import Scheduler
 from batchkv.sequence import GeneratedTokens
@@ -101,7 +101,7 @@ class Executor:
         for lo in range(0, len(step.sampled), _SAMPLED_AT_ONCE):
             at = np.arange(lo, min(lo + _SAMPLED_AT_ONCE, len(step.sampled)))
             at, sampled = self._sample_valid(step, logits, at)
-            self._generated.append(step.sampled[at], sampled.token_ids, sampled.logprobs)
+            self._generated.append(step.sampled[at], sampled.token_ids.astype(np.int32), sampled.logprobs)
             token_ids[at] = sampled.token_ids
             self._metrics.generated_tokens += len(at)
         return token_ids

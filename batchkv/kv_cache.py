@@ -148,7 +148,9 @@ class KVCache:
         sequence = np.repeat(np.arange(len(handles)), counts)
         within = np.arange(len(sequence)) - np.repeat(np.cumsum(counts) - counts, counts)
         page, offset = np.divmod(old[sequence] + within, self.page_size)
-        slots = tuple(g.page_table[handles[sequence], page].astype(np.int64) * self.page_size + offset for g in self._groups)
+        slots = tuple(
+            g.page_table[handles[sequence], page].astype(np.int64) * self.page_size + offset for g in self._groups
+        )
         return Appended(slots, copies)
 
     def trim(self, handles: Handles) -> None:
@@ -187,9 +189,7 @@ class KVCache:
         old = self._lengths[handles]
         return -(-(old + counts) // self.page_size) + (-old // self.page_size)
 
-    def _writes_shared(
-        self, group: _Group, handles: Handles, counts: npt.NDArray[np.int64]
-    ) -> npt.NDArray[np.bool_]:
+    def _writes_shared(self, group: _Group, handles: Handles, counts: npt.NDArray[np.int64]) -> npt.NDArray[np.bool_]:
         """bool [handles]: whether the first new token falls into a page that others hold too.
 
         Where all holders of a page write at once, all but the last of them copy it.

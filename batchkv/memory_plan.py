@@ -105,18 +105,20 @@ def sequence_pages(
         node_pages: pages of the prompt's own node, which leave the window of a sequence that took them over.
     """
     first_page = np.where(takes_over, -(-length // page_size), length // page_size)
-    grown = np.where(stored > length, -(-stored // page_size) - first_page, 0)
+    grown: Int64Array = np.where(stored > length, -(-stored // page_size) - first_page, 0)
     if window is None:
         return grown
     widest = (window + page_size - 2) // page_size + 1
-    return np.minimum(grown, np.maximum(widest - np.where(takes_over, node_pages, 0), 0))
+    grown = np.minimum(grown, np.maximum(widest - np.where(takes_over, node_pages, 0), 0))
+    return grown
 
 
 def _is_alone(trie: PrefixTrie, sequences: SequenceTable) -> npt.NDArray[np.bool_]:
     """bool [sequences]: whether nothing else is at or below the sequence's node."""
     is_leaf = (trie.prompt_hi - trie.prompt_lo)[trie.prompt_node] == 1
     sequences_of = np.bincount(sequences.prompt, minlength=trie.num_prompts)
-    return (is_leaf & (sequences_of == 1))[sequences.prompt]
+    alone: npt.NDArray[np.bool_] = (is_leaf & (sequences_of == 1))[sequences.prompt]
+    return alone
 
 
 @dataclass(frozen=True, slots=True)
@@ -174,9 +176,7 @@ def plan_memory(
     )
 
 
-def _most_rows(
-    costs: PageCosts, slack: Int64Array, page_bytes: Int64Array, budget_bytes: int, max_rows: int
-) -> int:
+def _most_rows(costs: PageCosts, slack: Int64Array, page_bytes: Int64Array, budget_bytes: int, max_rows: int) -> int:
     """The widest window, up to `max_rows`, whose peak fits the budget; 0 if none does. The peak grows with it."""
     fits, too_many = 0, max_rows + 1
     while too_many - fits > 1:

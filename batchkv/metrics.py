@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from time import perf_counter
 from typing import Any
 
-from batchkv.plan import Plan
+from batchkv.errors import RowError
+from batchkv.job_plan import Plan
 
 
 @dataclass(slots=True)
@@ -28,6 +29,7 @@ class RunMetrics:
     decode_s: float = 0.0
     sampling_s: float = 0.0
     write_s: float = 0.0
+    elapsed_s: float = 0.0
 
     @contextmanager
     def timed(self, name: str) -> Iterator[None]:
@@ -45,3 +47,36 @@ class RunMetrics:
         self.recomputed_tokens += recomputed_tokens
         self.prefill_s += seconds * prefill_tokens / num_tokens
         self.decode_s += seconds * (num_tokens - prefill_tokens) / num_tokens
+
+
+def summarize(plan: Plan, errors: Mapping[int, RowError], metrics: RunMetrics) -> dict[str, Any]:
+    """The summary of a run. Token counts are of this run alone; `generated_tokens_per_s` leaves loading out."""
+    running_s = metrics.elapsed_s - metrics.load_s
+    return {
+        "rows": plan.rows,
+        "samples": int((plan.sequences.output_sequence >= 0).sum()),
+        "ok": plan.rows - len(errors),
+        "errors": len(errors),
+        "prompt_tokens": plan.prompt_tokens,
+        "prefill_tokens": metrics.prefill_tokens,
+        "planned_prefill_tokens": plan.prefill_tokens,
+        "recomputed_tokens": metrics.recomputed_tokens,
+        "preempted_sequences": metrics.preempted_sequences,
+        "cached_tokens": plan.prompt_tokens - metrics.prefill_tokens + metrics.recomputed_tokens,
+        "sharing_ratio": round(plan.sharing_ratio, 6),
+        "generated_tokens": metrics.generated_tokens,
+        "peak_kv_tokens": metrics.peak_kv_tokens,
+        "planned_peak_kv_tokens": plan.memory.peak_tokens,
+        "kv_budget_tokens": plan.memory.budget_tokens,
+        "kv_bytes_per_token": plan.memory.bytes_per_token,
+        "steps": metrics.steps,
+        "load_s": round(metrics.load_s, 3),
+        "tokenize_s": round(metrics.tokenize_s, 3),
+        "plan_s": round(metrics.plan_s, 3),
+        "prefill_s": round(metrics.prefill_s, 3),
+        "decode_s": round(metrics.decode_s, 3),
+        "sampling_s": round(metrics.sampling_s, 3),
+        "write_s": round(metrics.write_s, 3),
+        "elapsed_s": round(metrics.elapsed_s, 3),
+        "generated_tokens_per_s": round(metrics.generated_tokens / running_s, 2) if running_s > 0 else 0.0,
+    }

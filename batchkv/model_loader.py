@@ -93,8 +93,7 @@ def resolve_model(name: str) -> ModelSource:
         return ModelSource(name, str(path.parent), path.name)
     if not _may_be_hub_id(name):
         raise UserError(
-            f"--model {name!r}: no such file or directory: "
-            "give a directory, a .gguf file or a hub id (owner/name)"
+            f"--model {name!r}: no such file or directory: give a directory, a .gguf file or a hub id (owner/name)"
         )
     return ModelSource(name, name)
 
@@ -155,7 +154,7 @@ def load_model(source: ModelSource, dtype: Dtype, device: torch.device) -> PreTr
     config = load_config(source)
     check_supported(config)
     _refuse_pickled_weights(source)
-    resolved_dtype = resolve_dtype(dtype, _checkpoint_dtype(config), device)
+    resolved_dtype = resolve_dtype(dtype, checkpoint_dtype(config), device)
     read = functools.partial(_model_from_pretrained, config=config)
     with _reading(source, "weights"):
         model: PreTrainedModel = _read(source, "model", read, dtype=resolved_dtype, device=device)
@@ -200,7 +199,7 @@ def resolve_dtype(dtype: Dtype, checkpoint_dtype: torch.dtype | None, device: to
     return wanted if wanted in _native_half_dtypes(device) else torch.float32
 
 
-def _checkpoint_dtype(config: PretrainedConfig) -> torch.dtype | None:
+def checkpoint_dtype(config: PretrainedConfig) -> torch.dtype | None:
     """What the weights were saved in; None if the config does not say, as that of a GGUF file."""
     import torch
 
@@ -232,9 +231,7 @@ def _read(source: ModelSource, part: Part, from_pretrained: Callable[..., Any], 
         with redirect_stderr(io.StringIO()):  # its progress bar has no other switch
             return safe(source.location, gguf_file=gguf_file, **kwargs)
 
-    loaded = load_converted(
-        source.gguf_path, part, convert=convert, load=lambda folder: safe(folder, **kwargs)
-    )
+    loaded = load_converted(source.gguf_path, part, convert=convert, load=lambda folder: safe(folder, **kwargs))
     return convert(**kwargs) if loaded is None else loaded
 
 
@@ -294,8 +291,7 @@ def _has_tokenizer(source: ModelSource) -> bool:
     from transformers.utils.hub import cached_file
 
     return any(
-        cached_file(source.location, name, _raise_exceptions_for_missing_entries=False)
-        for name in TOKENIZER_FILES
+        cached_file(source.location, name, _raise_exceptions_for_missing_entries=False) for name in TOKENIZER_FILES
     )
 
 
@@ -309,9 +305,7 @@ def _refuse_pickled_weights(source: ModelSource) -> None:
             f"--model {source.name!r} has only pickled weights ({pickled[0]}), which can run code when read: "
             "if you trust them, load them in transformers and save_pretrained() them as safetensors"
         )
-    raise UserError(
-        f"--model {source.name!r} holds no *.safetensors file: give the directory of a whole model"
-    )
+    raise UserError(f"--model {source.name!r} holds no *.safetensors file: give the directory of a whole model")
 
 
 @contextmanager

@@ -38,7 +38,13 @@ class ModelRunner:
         self._device = model.device
         self._pages = tuple(
             backend.allocate(
-                pool_pages[group], page_size, spec.num_kv_heads, spec.key_dim, spec.value_dim, model.dtype, model.device
+                pool_pages[group],
+                page_size,
+                spec.num_kv_heads,
+                spec.key_dim,
+                spec.value_dim,
+                model.dtype,
+                model.device,
             )
             for spec, group in zip(layout.layers, layout.layer_group, strict=True)
         )

@@ -55,7 +55,8 @@ class PageAllocator:
 
     def holders(self, pages: Pages) -> npt.NDArray[np.int32]:
         """int32 [pages]: how many hold each page."""
-        return self._holders[pages]
+        holders: npt.NDArray[np.int32] = self._holders[pages]
+        return holders
 
     def check_integrity(self, held: Pages) -> None:
         """Proves free + held == total.

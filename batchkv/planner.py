@@ -10,6 +10,7 @@ import numpy.typing as npt
 
 from batchkv.errors import RowError
 from batchkv.job import Job
+from batchkv.job_plan import Plan, SharedPrefix, rows_below
 from batchkv.kv_layout import KVLayout
 from batchkv.memory_plan import (
     LEAST_SLACK_PAGES,
@@ -20,7 +21,6 @@ from batchkv.memory_plan import (
     prefix_pages,
     sequence_pages,
 )
-from batchkv.plan import Plan, SharedPrefix, rows_below
 from batchkv.sampling_params import SamplingParams
 from batchkv.sequence import SequenceTable
 from batchkv.tokenization import TokenArena
@@ -168,9 +168,7 @@ def _best_order(
     return None
 
 
-def child_orders(
-    trie: PrefixTrie, job: Job, new_tokens: npt.NDArray[np.int64]
-) -> dict[str, npt.NDArray[np.float64]]:
+def child_orders(trie: PrefixTrie, job: Job, new_tokens: npt.NDArray[np.int64]) -> dict[str, npt.NDArray[np.float64]]:
     """Orders to choose from: a sort key for each node among its siblings, by name.
 
     A node's weight is the KV of its subtree per prompt, its output included.
@@ -178,9 +176,7 @@ def child_orders(
     has_prompt = trie.row_prompt >= 0
     own = trie.lengths.astype(np.int64)
     samples = np.fromiter((params.n for params in job.params), np.int64, job.num_rows)
-    output = np.bincount(
-        trie.row_prompt[has_prompt], (new_tokens * samples)[has_prompt], minlength=trie.num_prompts
-    )
+    output = np.bincount(trie.row_prompt[has_prompt], (new_tokens * samples)[has_prompt], minlength=trie.num_prompts)
     np.add.at(own, trie.prompt_node, output.astype(np.int64))
     before = np.concatenate([[0], np.cumsum(own)])
     subtree_end = np.searchsorted(trie.prompt_lo, trie.prompt_hi)
@@ -240,9 +236,7 @@ def _what_decides(params: SamplingParams) -> SamplingParams:
     return replace(params, n=1, seed=0, top_p=1.0, top_k=0, min_p=0.0, logprobs=False)
 
 
-def _top_prefixes(
-    trie: PrefixTrie, arena: TokenArena, detokenize: Detokenize | None
-) -> tuple[SharedPrefix, ...]:
+def _top_prefixes(trie: PrefixTrie, arena: TokenArena, detokenize: Detokenize | None) -> tuple[SharedPrefix, ...]:
     rows = rows_below(trie)
     saved = trie.lengths * (rows - 1)
     best = np.argsort(-saved, kind="stable")[:_TOP_PREFIXES]

@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING
 from batchkv.config import EngineConfig
 from batchkv.errors import RowError
 from batchkv.job import Job
+from batchkv.job_plan import Plan
 from batchkv.kv_layout import KVLayout, layer_specs
 from batchkv.metrics import RunMetrics
-from batchkv.plan import Plan
 from batchkv.planner import Limits, check_kv_budget, make_plan
 from batchkv.tokenization import TokenArena, check_prompts, tokenize
 

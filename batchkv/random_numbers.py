@@ -35,9 +35,7 @@ def stream_key(seed: int, row_id: str | int, sample: int) -> int:
     # Two fields of fixed width, then the id: no two triples share an encoding. JSON can hold lone surrogates.
     encoded = seed.to_bytes(9, "little", signed=True) + sample.to_bytes(8, "little")
     encoded += str(row_id).encode("utf-8", "surrogatepass")
-    return int.from_bytes(
-        hashlib.blake2b(encoded, digest_size=8, person=b"batchkv.sample").digest(), "little"
-    )
+    return int.from_bytes(hashlib.blake2b(encoded, digest_size=8, person=b"batchkv.sample").digest(), "little")
 
 
 def uniforms(keys: npt.NDArray[np.uint64], positions: npt.NDArray[np.int64]) -> npt.NDArray[np.float64]:

@@ -12,9 +12,9 @@ import math
 import numpy as np
 import numpy.typing as npt
 
+from batchkv.job_plan import Plan
 from batchkv.kv_cache import KVCache
 from batchkv.memory_plan import sequence_pages
-from batchkv.plan import Plan
 
 Int64Array = npt.NDArray[np.int64]
 
@@ -179,7 +179,11 @@ class _MeanAndDeviation:
         self.count, self._sum, self._squares = 0, 0.0, 0.0
 
     def add(self, value: float) -> None:
-        self.count, self._sum, self._squares = self.count + 1, self._sum + value, self._squares + value * value
+        self.count, self._sum, self._squares = (
+            self.count + 1,
+            self._sum + value,
+            self._squares + value * value,
+        )
 
     def upper(self) -> float:
         """Mean plus one standard deviation."""

@@ -201,9 +201,7 @@ def _select(logits_BV: torch.Tensor, rows: npt.NDArray[np.int64]) -> torch.Tenso
     return logits_BV[torch.from_numpy(rows).to(logits_BV.device)].float()
 
 
-def _draw_chunk(
-    logits_BV: torch.Tensor, kind: _Kind, rows: _Rows
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def _draw_chunk(logits_BV: torch.Tensor, kind: _Kind, rows: _Rows) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Tokens (int64 [B]), log-probabilities (fp32 [B]) and the greatest logits (fp32 [B]) of fp32 rows."""
     vocabulary = logits_BV.shape[1]
     best_B, tokens_B = logits_BV.max(-1)  # documented to be the first of equals

@@ -42,7 +42,9 @@ class SamplingParams:
     def __post_init__(self) -> None:
         _require(self.n >= 1, "n", self.n, "at least 1")
         _require(self.max_tokens >= 1, "max_tokens", self.max_tokens, "at least 1")
-        _require(math.isfinite(self.temperature) and self.temperature >= 0, "temperature", self.temperature, "0 or more")
+        _require(
+            math.isfinite(self.temperature) and self.temperature >= 0, "temperature", self.temperature, "0 or more"
+        )
         _require(0 < self.top_p <= 1, "top_p", self.top_p, "in (0, 1]")
         _require(self.top_k >= 0, "top_k", self.top_k, "0 (off) or more")
         _require(0 <= self.min_p <= 1, "min_p", self.min_p, "in [0, 1]")

@@ -13,9 +13,9 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
+from batchkv.job_plan import Plan
 from batchkv.kv_cache import Appended, PageCopies
 from batchkv.kv_layout import KVLayout
-from batchkv.plan import Plan
 from batchkv.residency import Residency
 from batchkv.sequence import GeneratedTokens
 from batchkv.step import AttentionBatch, Step
@@ -275,7 +275,8 @@ class Scheduler:
         if prompt < 0:
             return np.zeros(0, np.int64)
         sequences = np.arange(self._first_sequence[prompt], self._first_sequence[prompt + 1])
-        return sequences[(self._generated.lengths[sequences] == 0) & ~self._has_ended[sequences]]
+        wants: npt.NDArray[np.bool_] = (self._generated.lengths[sequences] == 0) & ~self._has_ended[sequences]
+        return sequences[wants]
 
     def _count_recomputed(self, prefill: Prefill, count: int) -> int:
         """How many of the `count` tokens just scheduled went through the model before."""

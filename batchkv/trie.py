@@ -274,9 +274,10 @@ def _common_lengths(
     last = max(len(arena.tokens) - 1, 0)
     while len(active):
         at = common[active, None] + columns
-        same = arena.tokens[np.minimum(left[active, None] + at, last)] == arena.tokens[
-            np.minimum(right[active, None] + at, last)
-        ]
+        same = (
+            arena.tokens[np.minimum(left[active, None] + at, last)]
+            == arena.tokens[np.minimum(right[active, None] + at, last)]
+        )
         same &= at < limit[active, None]
         run = np.where(same.all(axis=1), _COMPARE_TOKENS, same.argmin(axis=1))
         common[active] += run

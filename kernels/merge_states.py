@@ -43,7 +43,8 @@ def plan_merge(
     rank = np.arange(len(query)) - np.searchsorted(query, query)
     rounds = [np.flatnonzero(rank == r) for r in range(int(rank.max(initial=0)) + 1)]
     return MergePlan(
-        tuple(torch.from_numpy(query[at]) for at in rounds), tuple(torch.from_numpy(state[at]) for at in rounds)
+        tuple(torch.from_numpy(query[at]) for at in rounds),
+        tuple(torch.from_numpy(state[at]) for at in rounds),
     )
 
 
@@ -65,9 +66,7 @@ def merge_states(
         old_weight, new_weight = torch.exp(old - largest), torch.exp(new - largest)
         max_TH[queries] = largest
         sum_TH[queries] = sum_TH[queries] * old_weight + sum_PH[states] * new_weight
-        out_THD[queries] = (
-            out_THD[queries] * old_weight.unsqueeze(-1) + out_PHD[states] * new_weight.unsqueeze(-1)
-        )
+        out_THD[queries] = out_THD[queries] * old_weight.unsqueeze(-1) + out_PHD[states] * new_weight.unsqueeze(-1)
     if sinks_H is not None:
         sinks = sinks_H.float().expand_as(max_TH)
         largest = torch.maximum(max_TH, sinks)

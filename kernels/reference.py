@@ -1,4 +1,4 @@
-"""The reference: every row on its own, dense, in fp32. Slow and plainly right; the other implementations are held to it."""
+"""The reference: every row on its own, dense, in fp32. Slow and plainly right; others are held to it."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
-
 from batchkv.kernels.attention import AttentionBackend, copied_slots
+
 from batchkv.step import AttentionBatch
 
 
@@ -42,9 +42,7 @@ class ReferenceAttention(AttentionBackend[ReferenceKV, AttentionBatch]):
     def plan(self, batch: AttentionBatch) -> AttentionBatch:
         return batch
 
-    def store(
-        self, kv: ReferenceKV, plan: AttentionBatch, key_KTD: torch.Tensor, value_KTD: torch.Tensor
-    ) -> None:
+    def store(self, kv: ReferenceKV, plan: AttentionBatch, key_KTD: torch.Tensor, value_KTD: torch.Tensor) -> None:
         slots = torch.from_numpy(plan.slots)
         for pool, new in ((kv.key_SKD, key_KTD), (kv.value_SKD, value_KTD)):
             pool[slots] = new.transpose(0, 1)

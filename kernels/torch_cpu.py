@@ -17,11 +17,11 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 import torch
-
 from batchkv.kernels.attention import AttentionBackend, copied_slots
-from batchkv.step import AttentionBatch
 from batchkv.kernels.merge_states import MergePlan, merge_states, plan_merge
 from batchkv.kernels.shared_segments import SharedSegments, find_shared_segments
+
+from batchkv.step import AttentionBatch
 
 KEYS_PER_TILE = 512
 QUERIES_PER_TILE = 128
@@ -180,14 +180,18 @@ class TorchAttention(AttentionBackend[TorchKV, TorchWorkPlan]):
         sinks_H: torch.Tensor | None = None,
     ) -> torch.Tensor:
         num_kv_heads = kv.key_KPSD.shape[0]
-        query_TKGD = query_HTD.transpose(0, 1).unflatten(1, (num_kv_heads, -1)).float() * scale
+        query_TKGD = query_HTD.transpose(0, 1).reshape(query_HTD.shape[1], num_kv_heads, -1, query_HTD.shape[2]).float() * scale
         states = _States.allocate(plan.num_states, query_TKGD, kv.value_KPSD.shape[-1])
         for wide in plan.wide:
             _attend_wide(kv, wide, query_TKGD, softcap, states)
         for narrow in plan.narrow:
             _attend_narrow(kv, narrow, query_TKGD, softcap, states)
         out_THD = merge_states(
-            plan.merge, states.max_PKG.flatten(1), states.sum_PKG.flatten(1), states.out_PKGD.flatten(1, 2), sinks_H
+            plan.merge,
+            states.max_PKG.flatten(1),
+            states.sum_PKG.flatten(1),
+            states.out_PKGD.flatten(1, 2),
+            sinks_H,
         )
         return out_THD.to(query_HTD.dtype)
 
@@ -260,9 +264,7 @@ def _repeat(counts: Int64Array) -> tuple[Int64Array, Int64Array]:
     return source, np.arange(len(source)) - np.repeat(np.cumsum(counts) - counts, counts)
 
 
-def _hidden(
-    query_positions: Int64Array, key_positions: Int64Array, window: int | None
-) -> npt.NDArray[np.bool_]:
+def _hidden(query_positions: Int64Array, key_positions: Int64Array, window: int | None) -> npt.NDArray[np.bool_]:
     """bool [..., Q, L]: keys after the query or behind its window."""
     distance = query_positions[..., :, None] - key_positions[..., None, :]
     hidden: npt.NDArray[np.bool_] = distance < 0
@@ -270,9 +272,7 @@ def _hidden(
 
 
 def _wide_tile(tile: Tiles, batch: AttentionBatch, planner: _StatePlanner) -> WideTile:
-    row, q_lo, q_hi, k_lo, k_hi = (
-        int(value[0]) for value in (tile.row, tile.q_lo, tile.q_hi, tile.k_lo, tile.k_hi)
-    )
+    row, q_lo, q_hi, k_lo, k_hi = (int(value[0]) for value in (tile.row, tile.q_lo, tile.q_hi, tile.k_lo, tile.k_hi))
     queries = np.arange(q_lo, q_hi)[None]
     state = planner.place(queries, np.ones_like(queries, bool), tile.k_lo)
     hidden = _hidden(batch.query_positions[q_lo:q_hi], np.arange(k_lo, k_hi), batch.window)
@@ -326,9 +326,7 @@ def _narrow_tiles(tiles: Tiles, batch: AttentionBatch, planner: _StatePlanner) -
     )
 
 
-def _attend_wide(
-    kv: TorchKV, tile: WideTile, query_TKGD: torch.Tensor, softcap: float | None, states: _States
-) -> None:
+def _attend_wide(kv: TorchKV, tile: WideTile, query_TKGD: torch.Tensor, softcap: float | None, states: _States) -> None:
     keys = slice(tile.first_slot, tile.first_slot + tile.num_keys)
     key_KLD = kv.key_KPSD.index_select(1, tile.pages).flatten(1, 2)[:, keys].float()
     value_KLD = kv.value_KPSD.index_select(1, tile.pages).flatten(1, 2)[:, keys].float()
@@ -336,12 +334,13 @@ def _attend_wide(
     num_queries, group = query_KQGD.shape[1:3]
     scores_KXL = _capped(torch.bmm(query_KQGD.flatten(1, 2), key_KLD.transpose(1, 2)), softcap)
     if tile.hidden_QL is not None:
-        scores_KXL.unflatten(1, (num_queries, group)).masked_fill_(tile.hidden_QL.unsqueeze(1), -torch.inf)
+        scores_KQGL = scores_KXL.view(-1, num_queries, group, tile.num_keys)
+        scores_KQGL.masked_fill_(tile.hidden_QL.unsqueeze(1), -torch.inf)
     max_KX, sum_KX, out_KXD = _partial_softmax(scores_KXL, value_KLD)
     at = slice(tile.state, tile.state + num_queries)
-    states.max_PKG[at] = max_KX.unflatten(1, (num_queries, group)).transpose(0, 1)
-    states.sum_PKG[at] = sum_KX.unflatten(1, (num_queries, group)).transpose(0, 1)
-    states.out_PKGD[at] = out_KXD.unflatten(1, (num_queries, group)).transpose(0, 1)
+    states.max_PKG[at] = max_KX.view(-1, num_queries, group).transpose(0, 1)
+    states.sum_PKG[at] = sum_KX.view(-1, num_queries, group).transpose(0, 1)
+    states.out_PKGD[at] = out_KXD.view(-1, num_queries, group, out_KXD.shape[2]).transpose(0, 1)
 
 
 def _attend_narrow(

@@ -75,12 +75,22 @@ class Plan:
         """Share of the prompt tokens that need not be computed."""
         return self.saved_tokens / self.prompt_tokens if self.prompt_tokens else 0.0
 
-    def computed_tokens(self) -> npt.NDArray[np.int64]:
-        """int64 [sequences]: prompt tokens that each sequence is the first to need."""
-        computed = np.zeros(len(self.sequences), np.int64)
-        if len(computed):
-            np.add.at(computed, self.costs.first_sequence, self.trie.lengths)
-        return computed
+    def cached_tokens(self) -> npt.NDArray[np.int64]:
+        """int64 [outputs]: prompt tokens that need not be computed for each result row; 0 for an error row.
+
+        A node's tokens are computed for the first sequence below it, and a sequence for the first result row it serves.
+        """
+        sequences = self.sequences
+        if len(sequences) == 0:
+            return np.zeros(len(sequences.output_sequence), np.int64)
+        computed = np.zeros(len(sequences), np.int64)
+        np.add.at(computed, self.costs.first_sequence, self.trie.lengths)
+        served = np.flatnonzero(sequences.output_sequence >= 0)
+        sequence, first = np.unique(sequences.output_sequence[served], return_index=True)
+        cached = np.zeros(len(sequences.output_sequence), np.int64)
+        cached[served] = self.trie.end[self.trie.prompt_node[sequences.prompt[sequences.output_sequence[served]]]]
+        cached[served[first]] -= computed[sequence]
+        return cached
 
     def to_json(self) -> dict[str, Any]:
         """The plan's totals and top shared prefixes, as `batchkv plan --format json` prints them."""
@@ -158,4 +168,5 @@ def rows_below(trie: PrefixTrie) -> npt.NDArray[np.int64]:
     """int64 [nodes]: job rows whose prompt begins with the node's prefix."""
     rows_of_prompt = np.bincount(trie.row_prompt[trie.row_prompt >= 0], minlength=trie.num_prompts)
     before = np.concatenate([[0], np.cumsum(rows_of_prompt)])
-    return before[trie.prompt_hi] - before[trie.prompt_lo]
+    rows: npt.NDArray[np.int64] = before[trie.prompt_hi] - before[trie.prompt_lo]
+    return rows

@@ -1,0 +1,31 @@
+"""Offline batch inference for language models: plans the shared prefixes of a whole job."""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+from batchkv.errors import UserError
+from batchkv.sampling_params import SamplingParams
+
+if TYPE_CHECKING:
+    from batchkv.config import EngineConfig
+    from batchkv.engine import Engine, plan
+    from batchkv.job_plan import Plan
+
+__version__ = "0.1.0"
+__all__ = ["Engine", "EngineConfig", "Plan", "SamplingParams", "UserError", "plan"]
+
+# imported when first used: torch and transformers take seconds
+_LAZY = {
+    "Engine": "batchkv.engine",
+    "EngineConfig": "batchkv.config",
+    "Plan": "batchkv.job_plan",
+    "plan": "batchkv.engine",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _LAZY:
+        raise AttributeError(f"module 'batchkv' has no attribute {name!r}")
+    return getattr(importlib.import_module(_LAZY[name]), name)

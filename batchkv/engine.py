@@ -1,0 +1,255 @@
+"""The composition root: a model, and what is done with it."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable
+from time import perf_counter
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import psutil
+import pyarrow as pa
+import torch
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from batchkv.config import DEFAULT_MODEL, EngineConfig, parse_memory_size
+from batchkv.endings import Endings
+from batchkv.errors import RowError, UserError
+from batchkv.executor import Executor, Progress
+from batchkv.job import Job, Jobs, read_job
+from batchkv.job_plan import Plan
+from batchkv.kernels.torch_cpu import TorchAttention
+from batchkv.kv_layout import KVLayout
+from batchkv.metrics import RunMetrics, summarize
+from batchkv.model_loader import (
+    checkpoint_dtype,
+    load_config,
+    load_model,
+    load_tokenizer,
+    resolve_device,
+    resolve_dtype,
+    resolve_model,
+)
+from batchkv.model_runner import ModelRunner, paged_attention_of
+from batchkv.model_support import check_supported
+from batchkv.parity_probe import check_parity
+from batchkv.preparation import ModelFacts, PreparedJob, prepare
+from batchkv.random_numbers import stream_key
+from batchkv.sampler import SamplingBatch
+from batchkv.sampling_params import SamplingParams
+from batchkv.stopping import end_token_ids
+from batchkv.writer import SUMMARY_KEY, Completion, result_table
+
+ProgressBar = Callable[[PreparedJob], Progress]
+
+
+class Engine:
+    """Runs jobs on one model.
+
+    Args:
+        model: a path, a hub id, the alias `smollm2`, or a live transformers module, which is used in place.
+        tokenizer: a tokenizer or where one is; by default that of `model` (none for a live module).
+        config: fields of `EngineConfig`.
+
+    Raises:
+        UserError: the model cannot be loaded or is not supported.
+    """
+
+    def __init__(
+        self,
+        model: str | os.PathLike[str] | PreTrainedModel = DEFAULT_MODEL,
+        tokenizer: str | PreTrainedTokenizerBase | None = None,
+        **config: Any,
+    ) -> None:
+        started = perf_counter()
+        name = str(model.name_or_path) if isinstance(model, PreTrainedModel) else os.fspath(model)
+        self.config = EngineConfig(model=name, **config)
+        self.device = _execution_device(self.config.device)
+        self.tokenizer = _tokenizer(model, tokenizer)
+        if isinstance(model, PreTrainedModel):
+            check_supported(model.config)
+            self.model = model
+        else:
+            self.model = load_model(resolve_model(name), self.config.dtype, self.device)
+        check_parity(self.model.config)
+        self._facts = ModelFacts.of(self.model.config, self.model.dtype.itemsize)
+        self._load_s = perf_counter() - started
+
+    @property
+    def layout(self) -> KVLayout:
+        """What a token costs in KV."""
+        return self._facts.layout
+
+    def plan(self, jobs: Jobs, sampling: SamplingParams | None = None, *, limit: int | None = None) -> Plan:
+        """What `run` would do."""
+        return self._prepare(read_job(jobs, sampling or SamplingParams(), limit=limit), RunMetrics()).plan
+
+    def run(
+        self,
+        jobs: Jobs,
+        sampling: SamplingParams | None = None,
+        *,
+        limit: int | None = None,
+        progress_bar: ProgressBar | None = None,
+    ) -> pa.Table:
+        """Generates for every row of a job.
+
+        Args:
+            jobs: a path, a glob, several paths, a pyarrow table or a polars frame.
+            sampling: parameters of the rows that do not set their own.
+            limit: only the first rows.
+            progress_bar: told of the prepared job; what it returns is called after every step.
+
+        Returns:
+            One row per (row, sample) in the order of the job. The summary is JSON in the schema's metadata under
+            `batchkv.summary`.
+
+        Raises:
+            UserError: the job as a whole is unusable. What is wrong with single rows stands in their result.
+        """
+        started = perf_counter()
+        metrics = RunMetrics(load_s=self._load_s)
+        self._load_s = 0.0  # counted once
+        prepared = self._prepare(read_job(jobs, sampling or SamplingParams(), limit=limit), metrics)
+        progress = progress_bar(prepared) if progress_bar else _no_progress
+        completions = self._execute(prepared, metrics, progress)
+        with metrics.timed("write"):
+            errors, places = _result_rows(prepared, completions)
+            sequence = prepared.plan.sequences.output_sequence[places]
+            table = result_table(
+                prepared.job,
+                errors,
+                [completions[s] if s >= 0 else None for s in sequence.tolist()],
+                prepared.arena.lengths,
+                prepared.plan.cached_tokens()[places],
+                self._detokenize,
+            )
+        metrics.elapsed_s = metrics.load_s + perf_counter() - started
+        summary = summarize(prepared.plan, errors, metrics)
+        return table.replace_schema_metadata({SUMMARY_KEY: json.dumps(summary).encode()})
+
+    def _prepare(self, job: Job, metrics: RunMetrics) -> PreparedJob:
+        return prepare(
+            job,
+            self.tokenizer,
+            self._facts,
+            self.config,
+            kv_bytes=kv_budget_bytes(self.config),
+            device_type=self.device.type,
+            metrics=metrics,
+        )
+
+    def _execute(self, prepared: PreparedJob, metrics: RunMetrics, progress: Progress) -> list[Completion | None]:
+        """The completion of every sequence of the plan."""
+        plan, job = prepared.plan, prepared.job
+        params = [job.params[row] for row in plan.sequences.row.tolist()]
+        ids = job.ids.to_pylist()
+        keys = [
+            stream_key(p.seed, ids[row], sample)
+            for p, row, sample in zip(params, plan.sequences.row.tolist(), plan.sequences.sample.tolist(), strict=True)
+        ]
+        backend = TorchAttention()
+        with paged_attention_of(self.model):
+            executor = Executor(
+                plan,
+                prepared.arena,
+                self.layout,
+                ModelRunner(self.model, self.layout, backend, plan.memory.pool_pages, plan.memory.page_size),
+                SamplingBatch.from_params(params, keys),
+                Endings(params, plan.sequences.max_new_tokens, self._end_token_ids(), self.tokenizer),
+                max_batch_rows=self.config.max_batch_rows,
+                max_batch_tokens=self.config.batch_tokens(self.device.type),
+                metrics=metrics,
+                progress=progress,
+            )
+            return executor.run()
+
+    def _end_token_ids(self) -> tuple[int, ...]:
+        generation_config = getattr(self.model, "generation_config", None)
+        return end_token_ids(
+            getattr(generation_config, "eos_token_id", None),
+            getattr(self.model.config, "eos_token_id", None),
+            getattr(self.tokenizer, "eos_token_id", None),
+        )
+
+    def _detokenize(self, samples: list[npt.NDArray[np.int32]]) -> list[str]:
+        if self.tokenizer is None:
+            return [""] * len(samples)
+        token_ids = [sample.tolist() for sample in samples]
+        return list(self.tokenizer.batch_decode(token_ids, skip_special_tokens=True))
+
+
+def kv_budget_bytes(config: EngineConfig) -> int:
+    """Bytes of KV that `--kv-memory` allows on this machine."""
+    return parse_memory_size(config.kv_memory, free_bytes=psutil.virtual_memory().available)
+
+
+def plan(
+    jobs: Jobs,
+    sampling: SamplingParams | None = None,
+    *,
+    model: str = DEFAULT_MODEL,
+    tokenizer: str | PreTrainedTokenizerBase | None = None,
+    limit: int | None = None,
+    **config: Any,
+) -> Plan:
+    """What a job would do on `model`, from its config and tokenizer alone: no weights are loaded.
+
+    Raises:
+        UserError: the job as a whole or the model is unusable.
+    """
+    engine_config = EngineConfig(model=model, **config)
+    source = resolve_model(model)
+    model_config = load_config(source)
+    check_supported(model_config)
+    device = _execution_device(engine_config.device)
+    dtype = resolve_dtype(engine_config.dtype, checkpoint_dtype(model_config), device)
+    prepared = prepare(
+        read_job(jobs, sampling or SamplingParams(), limit=limit),
+        _tokenizer(model, tokenizer),
+        ModelFacts.of(model_config, dtype.itemsize),
+        engine_config,
+        kv_bytes=kv_budget_bytes(engine_config),
+        device_type=device.type,
+        metrics=RunMetrics(),
+    )
+    return prepared.plan
+
+
+def _execution_device(name: str) -> torch.device:
+    """`auto` is the CPU, the only device that there are kernels for."""
+    device = torch.device("cpu") if name == "auto" else resolve_device(name)
+    if device.type != "cpu":
+        raise UserError(f"--device {name}: this version has attention kernels for the CPU only: use --device cpu")
+    return device
+
+
+def _tokenizer(
+    model: str | os.PathLike[str] | PreTrainedModel, tokenizer: str | PreTrainedTokenizerBase | None
+) -> PreTrainedTokenizerBase | None:
+    """The tokenizer given, or the one at the place given, or the model's own."""
+    if tokenizer is None:
+        return None if isinstance(model, PreTrainedModel) else load_tokenizer(resolve_model(os.fspath(model)))
+    return load_tokenizer(resolve_model(tokenizer)) if isinstance(tokenizer, str) else tokenizer
+
+
+def _result_rows(
+    prepared: PreparedJob, completions: list[Completion | None]
+) -> tuple[dict[int, RowError], npt.NDArray[np.int64]]:
+    """All rows with errors, and the places of the plan's output that are result rows: one for each of those rows."""
+    sequences = prepared.plan.sequences
+    failed = np.array([completion is None for completion in completions], bool)
+    has_failed = (sequences.output_sequence >= 0) & failed[sequences.output_sequence] if len(failed) else failed
+    errors = dict(prepared.errors)
+    for row in np.unique(sequences.output_row[has_failed]).tolist():
+        errors[row] = RowError("bad_logits", "the model's logits were not finite: try --dtype float32")
+    is_first = np.diff(sequences.output_row, prepend=-1) > 0
+    has_error = np.isin(sequences.output_row, list(errors))
+    return errors, np.flatnonzero(is_first | ~has_error)
+
+
+def _no_progress(ended: int, generated: int) -> None:
+    pass

@@ -1,0 +1,104 @@
+"""Does a model's architecture give the same logits through our attention as through its own? Tried before a job runs.
+
+A tiny random model of the same class is run over a small trie, in chunks and forks, with windows shorter than the
+prompts. What the class does with its attention arguments (windows, caps, sinks, scales) is the same at any size.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+import torch
+
+from batchkv.errors import UserError
+from batchkv.job import Job
+from batchkv.kernels.torch_cpu import TorchAttention
+from batchkv.kv_layout import KVLayout, layer_specs
+from batchkv.model_runner import ModelRunner, paged_attention_of
+from batchkv.model_support import tiny_config, tiny_model
+from batchkv.planner import Limits, make_plan
+from batchkv.sampling_params import SamplingParams
+from batchkv.scheduler import Scheduler
+from batchkv.sequence import GeneratedTokens
+from batchkv.tokenization import TokenArena
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig, PreTrainedModel
+
+_LIMITS = Limits(kv_bytes=1 << 24, max_batch_rows=8, max_batch_tokens=9, page_size=4)
+_NEW_TOKENS = 3
+_TOLERANCE = 1e-3  # of the logits' standard deviation; a wrong mask is off by more than 0.1 of it
+
+
+def check_parity(config: PretrainedConfig) -> None:
+    """Compares our attention with the eager one on a tiny model of `config`'s class.
+
+    Raises:
+        UserError: they differ, so that results would be wrong; or the class cannot be tried.
+    """
+    model = tiny_model(tiny_config(config))
+    prompts = _prompts(model.config.vocab_size)
+    ours, tokens = _run(model, prompts)
+    theirs = [_eager(model, sequence) for sequence in tokens]
+    scale = torch.cat(theirs).std()
+    error = max(float((a - b).abs().max() / scale) for a, b in zip(ours, theirs, strict=True))
+    if not error < _TOLERANCE:
+        raise UserError(
+            f"model type {config.model_type!r} is not supported: on a tiny model of its class paged attention and the "
+            f"model's own differ by {error:.2g} standard deviations of the logits"
+        )
+
+
+def _prompts(vocab_size: int) -> list[npt.NDArray[np.int32]]:
+    """A root shared by all, a fork in the middle of a page, a prompt that is a prefix of another."""
+    tokens = np.random.default_rng(0).integers(0, vocab_size, 80).astype(np.int32)
+    header, left, right = tokens[:22], tokens[22:29], tokens[29:40]
+    return [np.r_[header, left], np.r_[header, right], np.r_[header, left, tokens[40:45]], tokens[45:60]]
+
+
+def _run(
+    model: PreTrainedModel, prompts: list[npt.NDArray[np.int32]]
+) -> tuple[list[torch.Tensor], list[npt.NDArray[np.int32]]]:
+    """Greedy generation through our attention: per prompt the logits [new, V] and all tokens."""
+    arena = TokenArena.from_rows(prompts)
+    params = [SamplingParams(max_tokens=_NEW_TOKENS)] * len(prompts)
+    job = Job(pa.array(range(len(prompts))), prompts, params, {}, pa.table({}))
+    layout = KVLayout(layer_specs(model.config), model.dtype.itemsize)
+    plan = make_plan(job, arena, {}, layout, _LIMITS)
+    runner = ModelRunner(model, layout, TorchAttention(), plan.memory.pool_pages, plan.memory.page_size)
+    generated = GeneratedTokens(len(plan.sequences))
+    scheduler = Scheduler(
+        plan,
+        arena,
+        layout,
+        generated,
+        max_batch_rows=_LIMITS.max_batch_rows,
+        max_batch_tokens=_LIMITS.max_batch_tokens,
+    )
+    logits: list[list[torch.Tensor]] = [[] for _ in prompts]
+    with paged_attention_of(model):
+        while not scheduler.is_done:
+            step = scheduler.schedule()
+            logits_NV = runner.forward(step)[torch.from_numpy(step.sampled_logits)]
+            generated.append(
+                step.sampled,
+                logits_NV.argmax(dim=1).numpy().astype(np.int32),
+                np.zeros(len(step.sampled), np.float32),
+            )
+            for sequence, row_V in zip(step.sampled.tolist(), logits_NV, strict=True):
+                logits[sequence].append(row_V)
+            scheduler.update(step, generated.lengths[step.sampled] == _NEW_TOKENS)
+    order = plan.sequences.output_sequence.tolist()
+    tokens = [np.r_[prompt, generated.tokens(s)] for prompt, s in zip(prompts, order, strict=True)]
+    return [torch.stack(logits[sequence]) for sequence in order], tokens
+
+
+def _eager(model: PreTrainedModel, tokens: npt.NDArray[np.int32]) -> torch.Tensor:
+    """Logits [new, V] from which the last tokens of a sequence were chosen, by the model's own attention."""
+    with torch.inference_mode():
+        output = model(torch.from_numpy(tokens[:-1].astype(np.int64)).unsqueeze(0), use_cache=False)
+    logits: torch.Tensor = output.logits[0, -_NEW_TOKENS:]
+    return logits

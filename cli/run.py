@@ -1,0 +1,165 @@
+"""`batchkv run`: plan and execute a job file."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from time import perf_counter
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from batchkv.cli import options
+
+from batchkv.errors import UserError
+from batchkv.io.write import check_writable, write_table
+
+if TYPE_CHECKING:
+    from batchkv.executor import Progress
+    from batchkv.preparation import PreparedJob
+
+_ROW_ERRORS = 3
+
+
+def run(
+    jobs: options.Jobs,
+    out: Annotated[Path, typer.Option(help="Where the results go: .parquet, .arrow or .jsonl.")],
+    model: options.Model = options.DEFAULT_MODEL,
+    tokenizer: options.Tokenizer = None,
+    dtype: options.Dtype = "auto",
+    device: options.Device = "auto",
+    kv_memory: options.KvMemory = options.DEFAULT_KV_MEMORY,
+    max_batch_tokens: options.MaxBatchTokens = 0,
+    max_batch_rows: options.MaxBatchRows = 256,
+    no_prefix_sharing: options.NoPrefixSharing = False,
+    n: options.N = options.DEFAULTS.n,
+    max_tokens: options.MaxTokens = options.DEFAULTS.max_tokens,
+    temperature: options.Temperature = options.DEFAULTS.temperature,
+    top_p: options.TopP = options.DEFAULTS.top_p,
+    top_k: options.TopK = options.DEFAULTS.top_k,
+    min_p: options.MinP = options.DEFAULTS.min_p,
+    seed: options.Seed = options.DEFAULTS.seed,
+    stop: options.Stop = None,
+    logprobs: options.Logprobs = False,
+    limit: options.Limit = None,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace results that are there.")] = False,
+    allow_row_errors: Annotated[
+        bool, typer.Option("--allow-row-errors", help="Exit with 0 even if rows have errors.")
+    ] = False,
+    summary: Annotated[Path | None, typer.Option(help="Also write the summary to this JSON file.")] = None,
+    quiet: Annotated[bool, typer.Option("--quiet", help="Print nothing but errors.")] = False,
+) -> None:
+    """Plan and execute a job file; writes one result row per row and sample.
+
+    Exit codes: 0 every row ok, 3 some rows have errors, 2 the command, the job or the model is unusable.
+    """
+    check_writable(out, overwrite=overwrite)
+    sampling = options.sampling_params(
+        n=n,
+        max_tokens=max_tokens,
+        temperature=temperature,
+        top_p=top_p,
+        top_k=top_k,
+        min_p=min_p,
+        seed=seed,
+        stop=tuple(stop or ()),
+        logprobs=logprobs,
+    )
+    from batchkv.engine import Engine  # torch and transformers take seconds
+
+    engine = Engine(
+        model,
+        tokenizer,
+        dtype=dtype,
+        device=device,
+        kv_memory=kv_memory,
+        max_batch_tokens=max_batch_tokens,
+        max_batch_rows=max_batch_rows,
+        no_prefix_sharing=no_prefix_sharing,
+    )
+    bar = ProgressBar(quiet=quiet)
+    table = engine.run(options.job_paths(jobs), sampling, limit=limit, progress_bar=bar.start)
+    bar.close()
+    totals = finish(table, out)
+    if summary:
+        write_summary(totals, summary)
+    if not quiet:
+        print(describe(totals, out))
+    if totals["errors"] and not allow_row_errors:
+        print(
+            f"batchkv: {totals['errors']:,} of {totals['rows']:,} rows have errors: see error_code and error in {out} "
+            "(exit code 3; 0 with --allow-row-errors)",
+            file=sys.stderr,
+        )
+        raise typer.Exit(_ROW_ERRORS)
+
+
+class ProgressBar:
+    """Rows, tokens per second and time left; silent when nobody watches."""
+
+    def __init__(self, *, quiet: bool) -> None:
+        self._disable = quiet or not sys.stderr.isatty()
+        self._bar: Any = None
+
+    def start(self, prepared: PreparedJob) -> Progress:
+        from tqdm import tqdm
+
+        tokens = 0
+        bar = self._bar = tqdm(
+            total=len(prepared.plan.sequences), unit=" samples", disable=self._disable, dynamic_ncols=True
+        )
+
+        def advance(ended: int, generated: int) -> None:
+            nonlocal tokens
+            tokens += generated
+            seconds = bar.format_dict["elapsed"] if not bar.disable else 0.0
+            if seconds:
+                bar.set_postfix_str(f"{tokens / seconds:,.0f} tokens/s", refresh=False)
+            bar.update(ended)
+
+        return advance
+
+    def close(self) -> None:
+        if self._bar is not None:
+            self._bar.close()
+
+
+def finish(table: Any, out: Path) -> dict[str, Any]:
+    """Writes the results; the summary of the run, with the time that took."""
+    from batchkv.writer import SUMMARY_KEY
+
+    started = perf_counter()
+    write_table(table, out)
+    totals: dict[str, Any] = json.loads(table.schema.metadata[SUMMARY_KEY])
+    seconds = perf_counter() - started
+    for name in ("write_s", "elapsed_s"):
+        totals[name] = round(totals[name] + seconds, 3)
+    return totals
+
+
+def write_summary(totals: dict[str, Any], path: Path) -> None:
+    try:
+        path.write_text(json.dumps(totals, indent=2) + "\n")
+    except OSError as error:
+        raise UserError(f"--summary {path}: {error.strerror}: name a file in a folder that is there") from None
+
+
+def describe(totals: dict[str, Any], out: Path) -> str:
+    """The summary for people."""
+    lines = [
+        f"{totals['ok']:,} of {totals['rows']:,} rows ok, {totals['samples']:,} samples -> {out}",
+        f"prompt    {totals['prompt_tokens']:,} tokens, {totals['prefill_tokens']:,} prefilled "
+        f"(planned {totals['planned_prefill_tokens']:,}), {totals['sharing_ratio']:.1%} shared",
+        f"generated {totals['generated_tokens']:,} tokens, {totals['generated_tokens_per_s']:,.0f} per second",
+        f"KV        peak {totals['peak_kv_tokens']:,} tokens (planned {totals['planned_peak_kv_tokens']:,}, "
+        f"budget {totals['kv_budget_tokens']:,})",
+        f"seconds   load {totals['load_s']:.1f}, tokenize {totals['tokenize_s']:.1f}, plan {totals['plan_s']:.1f}, "
+        f"prefill {totals['prefill_s']:.1f}, decode {totals['decode_s']:.1f}, sampling {totals['sampling_s']:.1f}, "
+        f"write {totals['write_s']:.1f}; {totals['elapsed_s']:.1f} in all",
+    ]
+    if totals["preempted_sequences"]:
+        lines.append(
+            f"memory was short: {totals['preempted_sequences']:,} sequences were set aside and "
+            f"{totals['recomputed_tokens']:,} tokens computed again; more --kv-memory avoids that"
+        )
+    return "\n".join(lines)

@@ -1,0 +1,267 @@
+"""Every implementation of the attention contract agrees with plain attention in fp64, on tries that hypothesis makes."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from batchkv.kernels.attention import AttentionBackend
+from batchkv.kernels.reference import ReferenceAttention
+from batchkv.kernels.torch_cpu import TorchAttention
+from batchkv.kv_cache import KVCache
+from batchkv.step import AttentionBatch
+
+BACKENDS: list[Callable[[], AttentionBackend[Any, Any]]] = [ReferenceAttention, TorchAttention]
+TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2e-2}
+
+
+@dataclass(frozen=True)
+class Node:
+    """Tokens of one trie node: a prefix in the cache, then a chunk that is in the step under test."""
+
+    parent: int
+    cached: int
+    chunk: int
+
+
+@dataclass(frozen=True)
+class Case:
+    nodes: tuple[Node, ...]
+    page_size: int
+    window: int | None
+    group: int
+    num_kv_heads: int
+    head_dim: int
+    softcap: float | None
+    sinks: bool
+    dtype: torch.dtype
+    seed: int
+
+
+@st.composite
+def cases(draw: st.DrawFn, max_nodes: int = 14) -> Case:
+    """Ragged tries of depth 1-6, forks in the middle of a page, empty chunks, windows shorter than a node."""
+    num_nodes = draw(st.integers(1, max_nodes))
+    nodes: list[Node] = []
+    for i in range(num_nodes):
+        parent = draw(st.integers(-1, i - 1))
+        # below a node with a chunk in this step nothing can be cached yet
+        may_cache = parent < 0 or nodes[parent].chunk == 0
+        cached = draw(st.integers(0, 40)) if may_cache else 0
+        nodes.append(Node(parent, cached, draw(st.sampled_from([0, 1, 1, 3, 20]))))
+    if not any(node.chunk for node in nodes):
+        nodes[-1] = Node(nodes[-1].parent, nodes[-1].cached, 1)
+    return Case(
+        nodes=tuple(nodes),
+        page_size=draw(st.sampled_from([1, 3, 4, 16])),
+        window=draw(st.sampled_from([None, None, 1, 5, 17])),
+        group=draw(st.sampled_from([1, 2, 3, 8])),
+        num_kv_heads=draw(st.sampled_from([1, 2])),
+        head_dim=draw(st.sampled_from([8, 20])),
+        softcap=draw(st.sampled_from([None, 2.0])),
+        sinks=draw(st.booleans()),
+        dtype=draw(st.sampled_from([torch.float32, torch.float32, torch.bfloat16])),
+        seed=draw(st.integers(0, 1 << 16)),
+    )
+
+
+class Trie:
+    """Keeps every sequence's keys and values densely, next to an implementation that keeps them in pages."""
+
+    def __init__(self, case: Case, backend: AttentionBackend[Any, Any]) -> None:
+        self.case, self.backend = case, backend
+        self.generator = torch.Generator().manual_seed(case.seed)
+        num_pages = sum((node.cached + node.chunk) // case.page_size + 2 for node in case.nodes) + 4
+        self.cache = KVCache((num_pages,), (case.window,), case.page_size)
+        self.pages = backend.allocate(
+            num_pages,
+            case.page_size,
+            case.num_kv_heads,
+            case.head_dim,
+            case.head_dim,
+            case.dtype,
+            torch.device("cpu"),
+        )
+        for pool in (getattr(self.pages, name) for name in self.pages.__slots__):
+            pool.fill_(math.nan)  # whatever was not stored must not matter
+        self.handles: dict[int, int] = {}  # by node
+        self.keys: dict[int, torch.Tensor] = {}  # by node: [K, tokens of the path, D]
+        self.values: dict[int, torch.Tensor] = {}
+
+    def random(self, *shape: int) -> torch.Tensor:
+        return torch.randn(*shape, generator=self.generator).to(self.case.dtype)
+
+    def begin(self, node: int) -> None:
+        """Forks the node from what its parent has by now."""
+        parent = self.case.nodes[node].parent
+        empty = torch.zeros(self.case.num_kv_heads, 0, self.case.head_dim, dtype=self.case.dtype)
+        if parent >= 0 and parent not in self.handles:
+            self.begin(parent)
+        self.handles[node] = self.cache.create() if parent < 0 else self.cache.fork(self.handles[parent])
+        self.keys[node] = empty if parent < 0 else self.keys[parent]
+        self.values[node] = empty if parent < 0 else self.values[parent]
+
+    def store(self, rows: list[tuple[int, int]]) -> tuple[AttentionBatch, Any]:
+        """Appends `count` tokens to each (node, count), parents first, and stores their keys and values."""
+        case, parts, keys, values = self.case, [], [], []
+        for node, count in rows:
+            if node not in self.handles:
+                self.begin(node)
+            parts.append(self.cache.append(np.array([self.handles[node]]), np.array([count])))
+            keys.append(self.random(case.num_kv_heads, count, case.head_dim))
+            values.append(self.random(case.num_kv_heads, count, case.head_dim))
+            self.keys[node] = torch.cat([self.keys[node], keys[-1]], dim=1)
+            self.values[node] = torch.cat([self.values[node], values[-1]], dim=1)
+        handles = np.array([self.handles[node] for node, _ in rows])
+        batch = AttentionBatch(
+            page_size=case.page_size,
+            window=case.window,
+            page_table=self.cache.page_table(0, handles),
+            kv_lens=self.cache.lengths(handles),
+            cu_seqlens_q=np.cumsum([0] + [count for _, count in rows]),
+            slots=np.concatenate([part.slots[0] for part in parts]),
+            copies=tuple(part.copies[0] for part in parts),
+        )
+        plan = self.backend.plan(batch)
+        self.backend.store(self.pages, plan, torch.cat(keys, dim=1), torch.cat(values, dim=1))
+        self.cache.trim(handles)
+        return batch, plan
+
+    def step(self, rows: list[tuple[int, int]]) -> tuple[torch.Tensor, torch.Tensor]:
+        """A step with `count` new tokens for each (node, count): what attention gives and what it should give."""
+        case = self.case
+        batch, plan = self.store(rows)
+        query_HTD = self.random(case.group * case.num_kv_heads, batch.num_tokens, case.head_dim)
+        sinks_H = self.random(query_HTD.shape[0]) if case.sinks else None
+        out = self.backend.attend(self.pages, plan, query_HTD, scale=0.3, softcap=case.softcap, sinks_H=sinks_H)
+        return out, self.expected(rows, query_HTD, sinks_H)
+
+    def expected(
+        self, rows: list[tuple[int, int]], query_HTD: torch.Tensor, sinks_H: torch.Tensor | None
+    ) -> torch.Tensor:
+        """Plain attention in fp64, a token at a time."""
+        case, outs, token = self.case, [], 0
+        for node, count in rows:
+            length = self.keys[node].shape[1]
+            for position in range(length - count, length):
+                first = 0 if case.window is None else max(0, position - case.window + 1)
+                key = self.keys[node][:, first : position + 1].double().repeat_interleave(case.group, dim=0)
+                value = self.values[node][:, first : position + 1].double().repeat_interleave(case.group, dim=0)
+                scores_HL = torch.einsum("hd,hld->hl", query_HTD[:, token].double(), key) * 0.3
+                if case.softcap:
+                    scores_HL = case.softcap * torch.tanh(scores_HL / case.softcap)
+                total_H = scores_HL.exp().sum(dim=1)
+                if sinks_H is not None:
+                    total_H = total_H + sinks_H.double().exp()
+                outs.append(torch.einsum("hl,hld->hd", scores_HL.exp() / total_H[:, None], value))
+                token += 1
+        return torch.stack(outs)
+
+
+def run(case: Case, backend: AttentionBackend[Any, Any]) -> tuple[torch.Tensor, torch.Tensor]:
+    """Fills the cache node by node, then takes one step with all chunks in depth-first order."""
+    trie = Trie(case, backend)
+    for node in depth_first(case.nodes):
+        if case.nodes[node].cached:
+            trie.store([(node, case.nodes[node].cached)])
+    result = trie.step([(node, case.nodes[node].chunk) for node in depth_first(case.nodes) if case.nodes[node].chunk])
+    trie.cache.check_integrity()
+    return result
+
+
+def depth_first(nodes: tuple[Node, ...], parent: int = -1) -> list[int]:
+    order = []
+    for i, node in enumerate(nodes):
+        if node.parent == parent:
+            order += [i, *depth_first(nodes, i)]
+    return order
+
+
+@pytest.mark.parametrize("make_backend", BACKENDS)
+@settings(max_examples=120)
+@given(case=cases())
+def test_agrees_with_plain_attention_on_random_tries(
+    make_backend: Callable[[], AttentionBackend[Any, Any]], case: Case
+) -> None:
+    out, expected = run(case, make_backend())
+    assert torch.allclose(out.double(), expected, atol=TOLERANCE[case.dtype], rtol=TOLERANCE[case.dtype])
+
+
+def decode_case(num_rows: int, **overrides: Any) -> Case:
+    """A prefix of 700 tokens, a middle node, and rows of one token each below them."""
+    rows = tuple(Node(1, 5 + row % 40, 1) for row in range(num_rows))
+    return Case(
+        nodes=(Node(-1, 700, 0), Node(0, 37, 0), *rows),
+        **{
+            "page_size": 16,
+            "window": None,
+            "group": 3,
+            "num_kv_heads": 2,
+            "head_dim": 16,
+            "softcap": None,
+            "sinks": False,
+            "dtype": torch.float32,
+            "seed": 0,
+            **overrides,
+        },
+    )
+
+
+@pytest.mark.parametrize("make_backend", BACKENDS)
+@pytest.mark.parametrize("num_rows", [1, 300])
+@pytest.mark.parametrize("window", [None, 64, 720])
+def test_agrees_on_one_row_and_on_300_rows_under_a_long_prefix(
+    make_backend: Callable[[], AttentionBackend[Any, Any]], num_rows: int, window: int | None
+) -> None:
+    out, expected = run(decode_case(num_rows, window=window), make_backend())
+    assert torch.allclose(out.double(), expected, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("make_backend", BACKENDS)
+def test_agrees_on_a_long_prompt_chunk_and_its_leaves_in_one_step(
+    make_backend: Callable[[], AttentionBackend[Any, Any]],
+) -> None:
+    leaves = tuple(Node(1, 0, 24) for _ in range(21))
+    case = Case((Node(-1, 600, 0), Node(0, 0, 300), *leaves), 16, None, 3, 2, 16, None, False, torch.float32, 1)
+    out, expected = run(case, make_backend())
+    assert torch.allclose(out.double(), expected, atol=1e-5, rtol=1e-5)
+
+
+def test_a_shared_prefix_is_read_once_for_all_rows_below_it() -> None:
+    """Keys read by the torch work plan: the live trie plus what copied pages repeat, not rows x prefix."""
+    case = decode_case(100)
+    trie = Trie(case, TorchAttention())
+    for node in depth_first(case.nodes):
+        trie.store([(node, case.nodes[node].cached)])
+    handles = np.array([trie.handles[node] for node in range(2, 102)])
+    trie.cache.append(handles, np.ones(100, np.int64))
+    batch = AttentionBatch(
+        page_size=16,
+        window=None,
+        page_table=trie.cache.page_table(0, handles),
+        kv_lens=trie.cache.lengths(handles),
+        cu_seqlens_q=np.arange(101),
+        slots=np.zeros(100, np.int64),
+    )
+    live_trie = 737 + sum(5 + row % 40 + 1 for row in range(100))
+    copied = 100 * (737 % 16)
+    assert TorchAttention().plan(batch).keys_read == live_trie + copied - 737 % 16
+
+
+@pytest.mark.parametrize("make_backend", BACKENDS)
+def test_a_fork_does_not_write_to_its_parents_page(make_backend: Callable[[], AttentionBackend[Any, Any]]) -> None:
+    """Two children of a partly filled page in one step; then their parent goes on."""
+    case = Case((Node(-1, 6, 0), Node(0, 0, 3), Node(0, 0, 3)), 4, None, 1, 1, 8, None, False, torch.float32, 2)
+    trie = Trie(case, make_backend())
+    trie.store([(0, 6)])
+    for rows in ([(1, 3), (2, 3)], [(0, 2)], [(0, 1), (1, 1), (2, 1)]):
+        out, expected = trie.step(rows)
+        assert torch.allclose(out.double(), expected, atol=1e-5)
