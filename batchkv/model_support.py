@@ -15,8 +15,12 @@ if TYPE_CHECKING:
 
 Objection = Callable[["PretrainedConfig", "type[PreTrainedModel] | None"], "str | None"]
 
+# Sub-configs of models that are more than a language model.
+PARTS = ("text_config", "text_encoder", "decoder", "vision_config", "audio_config")
 # Model types whose attention modules are not what their configs suggest.
 MISFITS = {
+    "doge": "its attention mask depends on the values of all tokens",
+    "nemotron": "its layers do not pass keyword arguments on to their attention",
     "diffllama": "each layer runs attention twice, with different values",
     "dory": "its layers run several times per token, each time with other keys and values",
     "hrm_text": "its layers run several times per token, each time with other keys and values",
@@ -64,7 +68,7 @@ def _not_a_decoder(config: PretrainedConfig, model_class: type[PreTrainedModel] 
 
 
 def _not_text_only(config: PretrainedConfig, _: type[PreTrainedModel] | None) -> str | None:
-    if any(name in config.sub_configs for name in ("text_config", "decoder", "text_encoder")):
+    if any(name in PARTS for name in config.sub_configs):
         return "its language model is one part of several; use a text-only checkpoint of it"
     return None
 
