@@ -85,7 +85,7 @@ def resolve_model(name: str) -> ModelSource:
     if name == ALIAS:
         return _resolve_alias()
     path = Path(name).expanduser()
-    if path.is_dir():
+    if name and path.is_dir():
         return ModelSource(name, str(path))
     if path.is_file():
         if path.suffix.lower() != ".gguf":
@@ -259,17 +259,28 @@ def _model_from_pretrained(
             device_map={"": device},
             use_safetensors=True,
             output_loading_info=True,
+            ignore_mismatched_sizes=True,  # so that they are in the report
             **kwargs,
         )
-    if missing := sorted(report["missing_keys"]):  # transformers would run with random values instead
-        raise UserError(
-            f"the weights in {str(location)!r} are incomplete: {len(missing)} tensors are missing, such as "
-            f"{missing[0]}: download or save the model again"
-        )
+    _refuse_incomplete_weights(location, report)
     if "gguf_file" in kwargs:
         _forget_gguf(model)
     loaded: PreTrainedModel = model
     return loaded
+
+
+def _refuse_incomplete_weights(location: str | Path, report: dict[str, Any]) -> None:
+    """Transformers would give random values to the weights that it does not find."""
+    if missing := sorted(report["missing_keys"]):
+        raise UserError(
+            f"the weights in {str(location)!r} are incomplete: {len(missing)} tensors are missing, such as "
+            f"{missing[0]}: download or save the model again"
+        )
+    for name, found, expected in sorted(report["mismatched_keys"]):
+        raise UserError(
+            f"the weights in {str(location)!r} are of another model than its config: {name} is {list(found)}, not "
+            f"{list(expected)}: download or save the model again"
+        )
 
 
 def _dequantized() -> dict[str, Any]:

@@ -196,8 +196,10 @@ def _tiny_layers(config: PretrainedConfig) -> dict[str, Any]:
     kinds = [str([values[layer] for values in per_layer.values()]) for layer in range(num_layers)]
     layer_types = per_layer.get("layer_types", kinds)
     # every layer type before every other difference, as there may be as many of those as layers
-    wanted = [*_first_of_each(layer_types), *_first_of_each(kinds), *range(min(2, num_layers))]
-    chosen = sorted(list(dict.fromkeys(wanted))[:MAX_TINY_LAYERS])
+    wanted = dict.fromkeys([*_first_of_each(layer_types), *_first_of_each(kinds)])
+    chosen = sorted(list(wanted)[:MAX_TINY_LAYERS])
+    if chosen == [0]:  # all alike
+        chosen = list(range(min(2, num_layers)))
     lists = {name: [values[layer] for layer in chosen] for name, values in per_layer.items()}
     return {"num_hidden_layers": len(chosen), **lists}
 

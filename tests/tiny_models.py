@@ -84,9 +84,7 @@ CONFIGS: dict[str, Callable[[], PretrainedConfig]] = {
         **_shape(query_pre_attn_scalar=24, attn_logit_softcapping=5.0, final_logit_softcapping=8.0)
         | _layers(SLIDING, FULL, SLIDING, FULL)
     ),
-    "gemma3": lambda: Gemma3TextConfig(
-        **_shape(query_pre_attn_scalar=24) | _layers(SLIDING, SLIDING, FULL, SLIDING)
-    ),
+    "gemma3": lambda: Gemma3TextConfig(**_shape(query_pre_attn_scalar=24) | _layers(SLIDING, SLIDING, FULL, SLIDING)),
     "phi3": lambda: Phi3Config(**_shape(hidden_size=64, sliding_window=WINDOW)),
     "olmo2": lambda: Olmo2Config(**_shape(hidden_size=64)),
     "gpt_oss": lambda: GptOssConfig(
@@ -118,12 +116,8 @@ def tiny_tokenizer() -> PreTrainedTokenizerFast:
     vocab = {token: i for i, token in enumerate(tokens)}
     pairs = [(left, right) for left, right in (merge.split() for merge in MERGES)]
     tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=pairs, unk_token=UNK))
-    tokenizer.add_special_tokens(
-        [AddedToken(token, normalized=False, special=True) for token in SPECIAL_TOKENS]
-    )
-    tokenizer.post_processor = processors.TemplateProcessing(
-        single=f"{BOS} $A", special_tokens=[(BOS, vocab[BOS])]
-    )
+    tokenizer.add_special_tokens([AddedToken(token, normalized=False, special=True) for token in SPECIAL_TOKENS])
+    tokenizer.post_processor = processors.TemplateProcessing(single=f"{BOS} $A", special_tokens=[(BOS, vocab[BOS])])
     tokenizer.decoder = decoders.Fuse()
     return PreTrainedTokenizerFast(  # type: ignore[no-untyped-call]
         tokenizer_object=tokenizer,
