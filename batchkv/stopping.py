@@ -17,8 +17,8 @@ import numpy.typing as npt
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-# Tokens decoded ahead of those that a stop string can span, because the start of a tail is not decoded as within
-# the whole text: a character cut in two loses up to three bytes, and some decoders strip a leading space.
+# Tokens decoded ahead of those that a stop string can span: some decoders strip the leading space of what they
+# get, and where spaces before punctuation are cleaned up, a stop string can span a few tokens more.
 _CONTEXT_TOKENS = 4
 # What decoders write for bytes that are no whole character (U+FFFD), and the most bytes of a character.
 _REPLACEMENT = "\ufffd"

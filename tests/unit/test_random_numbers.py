@@ -34,11 +34,9 @@ def test_streams_are_the_same_in_every_version() -> None:
 
 def test_each_field_of_the_key_counts() -> None:
     triples = [
-        (seed, row, sample)
-        for seed in (-1, 0, 1, 2**64 - 1)
-        for row in ("", "0", "1", "10", 11)
-        for sample in (0, 1)
+        (seed, row, sample) for seed in (-1, 0, 1, 2**64 - 1) for row in ("", "0", "1", "10", 11) for sample in (0, 1)
     ]
+    assert stream_key(-(2**63), 0, 0) != stream_key(2**63, 0, 0)
     assert len({stream_key(*triple) for triple in triples}) == len(triples)
 
 
