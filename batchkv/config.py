@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from dataclasses import dataclass
 from typing import Literal, get_args
@@ -25,7 +26,7 @@ _UNITS = {
     "gb": 10**9,
     "tb": 10**12,
 }
-_SIZE = re.compile(r"\s*(\d+(?:\.\d*)?|\.\d+)\s*([a-z]*)\s*", re.IGNORECASE)
+_SIZE = re.compile(r"\s*((?:\d+(?:\.\d*)?|\.\d+)(?:e[+-]?\d{1,2})?)\s*([a-z]*)\s*", re.IGNORECASE)
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,11 +81,11 @@ def parse_memory_size(size: str | int | float, *, free_bytes: int) -> int:
     """
     match = _SIZE.fullmatch(str(size))
     unit = match.group(2).lower() if match else ""
-    if match is None or unit not in _UNITS:
+    number = float(match.group(1)) if match else math.nan
+    if unit not in _UNITS or not math.isfinite(number):
         raise UserError(f"--kv-memory {size!r} is no size: use 2GiB, 512MiB or a fraction such as 0.8")
-    number = float(match.group(1))
-    is_fraction = not unit and ("." in match.group(1) or number == 1) and number <= 1
-    size_in_bytes = int(number * free_bytes) if is_fraction else int(number * _UNITS[unit])
+    is_fraction = not unit and number <= 1
+    size_in_bytes = int(number * (free_bytes if is_fraction else _UNITS[unit]))
     if size_in_bytes <= 0:
         raise UserError(f"--kv-memory {size!r} must be more than nothing: use 2GiB, 512MiB or a fraction such as 0.8")
     return size_in_bytes
