@@ -167,11 +167,11 @@ class Trie:
 
 
 def run(case: Case, backend: AttentionBackend[Any, Any]) -> tuple[torch.Tensor, torch.Tensor]:
-    """Fills the cache node by node, then takes one step with all chunks in depth-first order."""
+    """Fills the cache in one step, then takes the step under test; both in depth-first order."""
     trie = Trie(case, backend)
-    for node in depth_first(case.nodes):
-        if case.nodes[node].cached:
-            trie.store([(node, case.nodes[node].cached)])
+    cached = [(node, case.nodes[node].cached) for node in depth_first(case.nodes) if case.nodes[node].cached]
+    if cached:
+        trie.store(cached)
     result = trie.step([(node, case.nodes[node].chunk) for node in depth_first(case.nodes) if case.nodes[node].chunk])
     trie.cache.check_integrity()
     return result
@@ -239,8 +239,7 @@ def test_a_shared_prefix_is_read_once_for_all_rows_below_it() -> None:
     """Keys read by the torch work plan: the live trie plus what copied pages repeat, not rows x prefix."""
     case = decode_case(100)
     trie = Trie(case, TorchAttention())
-    for node in depth_first(case.nodes):
-        trie.store([(node, case.nodes[node].cached)])
+    trie.store([(node, case.nodes[node].cached) for node in depth_first(case.nodes)])
     handles = np.array([trie.handles[node] for node in range(2, 102)])
     trie.cache.append(handles, np.ones(100, np.int64))
     batch = AttentionBatch(
