@@ -91,12 +91,13 @@ def layer_specs(config: PretrainedConfig) -> tuple[LayerSpec, ...]:
 
 
 def _layer_windows(config: PretrainedConfig) -> list[int | None]:
-    """The window of each layer; None is full attention."""
-    window: int | None = getattr(config, "sliding_window", None) or None
+    """The window of each layer; None is full attention.
+
+    A config with `use_sliding_window=False` has its `sliding_window` or `layer_types` cleared by transformers.
+    """
+    window: int | None = getattr(config, "sliding_window", None)
     layer_types: list[str] | None = getattr(config, "layer_types", None)
     if layer_types is None:
-        if not getattr(config, "use_sliding_window", True):
-            window = None
         return [window] * config.num_hidden_layers
     return [_window_of(layer_type, window, config) for layer_type in layer_types]
 

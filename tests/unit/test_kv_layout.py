@@ -15,6 +15,7 @@ from transformers import (
     MistralConfig,
     Qwen2Config,
     Qwen2MoeConfig,
+    Qwen3MoeConfig,
 )
 from transformers.masking_utils import eager_mask
 
@@ -72,21 +73,27 @@ def test_a_model_without_full_attention_has_no_full_group() -> None:
             (None, None, 7),
             id="layer by layer",
         ),
-        pytest.param(Qwen2MoeConfig(num_hidden_layers=2), (None, None), id="a window of 0 is none"),
+        pytest.param(
+            Qwen2MoeConfig(num_hidden_layers=2, use_sliding_window=False), (None, None), id="as a window of 0"
+        ),
+        pytest.param(Qwen3MoeConfig(num_hidden_layers=2, use_sliding_window=False), (None, None), id="of all layers"),
     ],
 )
 def test_windows_follow_the_config(config: Any, windows: tuple[int | None, ...]) -> None:
     assert tuple(spec.window for spec in layer_specs(config)) == windows
 
 
-def test_heads_and_head_dim_have_the_defaults_of_transformers() -> None:
+@pytest.mark.parametrize("absent", [{}, {"num_key_value_heads": None, "head_dim": None}])
+def test_heads_and_head_dim_have_the_defaults_of_transformers(absent: dict[str, None]) -> None:
     class Config:
         model_type = "old"
         num_hidden_layers = 1
         num_attention_heads = 4
         hidden_size = 32
 
-    assert layer_specs(Config()) == (LayerSpec(num_kv_heads=4, key_dim=8, value_dim=8, window=None),)  # type: ignore[arg-type]
+    config: Any = Config()
+    vars(config).update(absent)
+    assert layer_specs(config) == (LayerSpec(num_kv_heads=4, key_dim=8, value_dim=8, window=None),)
 
 
 def test_a_layer_type_that_is_not_known_is_named() -> None:
