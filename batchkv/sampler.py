@@ -130,20 +130,18 @@ def sample(logits_BV: torch.Tensor, batch: SamplingBatch, positions: npt.NDArray
             f"{len(logits_BV)} rows of logits, {len(batch)} of parameters and {len(positions)} positions: "
             "must be as many of each"
         )
-    if not len(batch):
-        return Sampled(np.empty(0, np.int64), np.empty(0, np.float32))
     uniforms_B = uniforms(batch.key, positions)
-    chunks = list(_chunks(batch, logits_BV))
-    drawn = []
-    for kind, rows in chunks:
+    # Made before the chunks: results allocated between their temporaries would keep the heap from reusing these.
+    token_ids_B = np.empty(len(batch), np.int64)
+    logprobs_B, best_B = np.empty(len(batch), np.float32), np.empty(len(batch), np.float32)
+    for kind, rows in _chunks(batch, logits_BV):
         params = _Rows.on(logits_BV.device, batch.take(rows), uniforms_B[rows])
-        drawn.append(_draw_chunk(_select(logits_BV, rows), kind, params))
-    tokens_B, logprobs_B, best_B = (torch.cat(parts).cpu().numpy() for parts in zip(*drawn, strict=True))
-    order_B = np.argsort(np.concatenate([rows for _, rows in chunks]))
-    invalid = np.flatnonzero(~np.isfinite(best_B[order_B]))
+        drawn = _draw_chunk(_select(logits_BV, rows), kind, params)
+        token_ids_B[rows], logprobs_B[rows], best_B[rows] = (result.cpu().numpy() for result in drawn)
+    invalid = np.flatnonzero(~np.isfinite(best_B))
     if len(invalid):
         raise InvalidLogitsError(tuple(invalid.tolist()))
-    return Sampled(tokens_B[order_B], logprobs_B[order_B])
+    return Sampled(token_ids_B, logprobs_B)
 
 
 class _Kind(IntEnum):
