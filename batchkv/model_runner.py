@@ -75,7 +75,7 @@ def paged_attention_of(model: PreTrainedModel) -> Iterator[None]:
     """The model in evaluation mode with our attention; as it was before, afterwards."""
     implementation, was_training = model.config._attn_implementation, model.training
     model.set_attn_implementation(IMPLEMENTATION)
-    model.eval()
+    model.train(False)
     try:
         yield
     finally:

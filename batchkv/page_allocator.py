@@ -37,7 +37,7 @@ class PageAllocator:
         """
         if count > self._num_free:
             raise OutOfPagesError(f"{count} pages wanted, {self._num_free} of {self.num_pages} free")
-        pages = self._free[self._num_free - count : self._num_free][::-1].copy()
+        pages: Pages = self._free[self._num_free - count : self._num_free][::-1].copy()
         self._num_free -= count
         self._holders[pages] = 1
         return pages
