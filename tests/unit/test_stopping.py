@@ -111,7 +111,7 @@ def samples(draw: st.DrawFn, tokenizer: Tokenizer) -> tuple[list[int], list[str]
 
 
 @pytest.mark.parametrize("name", TOKENIZERS)
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(data=st.data())
 def test_finds_what_decoding_everything_finds(name: str, data: st.DataObject) -> None:
     token_ids, stops = data.draw(samples(TOKENIZERS[name]))
