@@ -263,8 +263,6 @@ def _model_from_pretrained(
             **kwargs,
         )
     _refuse_incomplete_weights(location, report)
-    if "gguf_file" in kwargs:
-        _forget_gguf(model)
     loaded: PreTrainedModel = model
     return loaded
 
@@ -284,18 +282,11 @@ def _refuse_incomplete_weights(location: str | Path, report: dict[str, Any]) -> 
 
 
 def _dequantized() -> dict[str, Any]:
-    """Ask for plain weights: some releases of transformers keep them packed where a kernel can use that."""
+    """Ask for a plain model: by default transformers may keep weights packed, and refuses to save the model."""
     import transformers
 
     gguf_config = getattr(transformers, "GgufConfig", None)
     return {"quantization_config": gguf_config(dequantize=True)} if gguf_config else {}
-
-
-def _forget_gguf(model: PreTrainedModel) -> None:
-    """Take off the marks for which transformers refuses to save a model, though it is dequantized."""
-    for owner, mark in ((model, "hf_quantizer"), (model.config, "quantization_config")):
-        if hasattr(owner, mark):
-            delattr(owner, mark)
 
 
 def _has_tokenizer(source: ModelSource) -> bool:

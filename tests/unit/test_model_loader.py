@@ -223,6 +223,12 @@ class TestDirectory:
         with pytest.raises(UserError, match=r"only pickled weights \(pytorch_model\.bin\).*save_pretrained\(\)"):
             load_model(resolve_model(str(directory)), "auto", CPU)
 
+    def test_pickled_weights_beside_other_safetensors_are_not_read(self, directory: Path) -> None:
+        torch.save(load_file(directory / "model.safetensors"), directory / "pytorch_model.bin")
+        (directory / "model.safetensors").rename(directory / "adapter.safetensors")
+        with pytest.raises(UserError, match="cannot load the weights of"):
+            load_model(resolve_model(str(directory)), "auto", CPU)
+
     def test_no_weights(self, directory: Path) -> None:
         (directory / "model.safetensors").unlink()
         with pytest.raises(UserError, match=r"holds no \*\.safetensors file"):
@@ -344,6 +350,10 @@ class TestGGUF:
         assert torch.equal(logits(cached), logits(direct))
         assert cached.lm_head.weight is cached.model.embed_tokens.weight
         assert cached.generation_config.eos_token_id == direct.generation_config.eos_token_id == 2
+
+    def test_converting_is_quiet(self, path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+        load_model(resolve_model(str(path)), "float32", CPU)
+        assert capfd.readouterr() == ("", "")
 
     def test_it_is_a_plain_model_that_can_be_saved(self, path: Path, tmp_path: Path) -> None:
         model = load_model(resolve_model(str(path)), "float32", CPU)
