@@ -47,6 +47,7 @@ class Endings:
         self._stop_token_ids: dict[int, frozenset[int]] = {}
         self._matchers: dict[int, StopStringMatcher] = {}
         self._found: dict[int, str] = {}
+        matcher_of: dict[tuple[str, ...], StopStringMatcher] = {}
         special = special_token_ids(tokenizer) if tokenizer is not None else {}
 
         def decode(token_ids: list[int]) -> str:
@@ -58,7 +59,8 @@ class Endings:
             stops = resolve_stops(p.stop, p.stop_token_ids, special)
             self._stop_token_ids[sequence] = frozenset(stops.token_ids)
             if stops.strings and tokenizer is not None:
-                self._matchers[sequence] = StopStringMatcher(decode, stops.strings)
+                matcher = matcher_of.setdefault(stops.strings, StopStringMatcher(decode, stops.strings))
+                self._matchers[sequence] = matcher
         self._has_own_stops = np.zeros(len(params), bool)
         self._has_own_stops[list(self._stop_token_ids)] = True
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Callable
 from time import perf_counter
@@ -41,7 +40,7 @@ from batchkv.random_numbers import stream_key
 from batchkv.sampler import SamplingBatch
 from batchkv.sampling_params import SamplingParams
 from batchkv.stopping import end_token_ids
-from batchkv.writer import SUMMARY_KEY, Completion, result_table
+from batchkv.writer import Completion, result_table, with_summary
 
 ProgressBar = Callable[[PreparedJob], Progress]
 
@@ -129,7 +128,7 @@ class Engine:
             )
         metrics.elapsed_s = metrics.load_s + perf_counter() - started
         summary = summarize(prepared.plan, errors, metrics)
-        return table.replace_schema_metadata({SUMMARY_KEY: json.dumps(summary).encode()})
+        return with_summary(table, summary)
 
     def _prepare(self, job: Job, metrics: RunMetrics) -> PreparedJob:
         return prepare(

@@ -14,6 +14,7 @@ import pyarrow as pa
 from batchkv.errors import RowError
 from batchkv.io.columns import RESULT_COLUMNS
 from batchkv.job import Job
+from batchkv.stopping import cut
 
 SUMMARY_KEY = b"batchkv.summary"
 # Slots per chunk of the result: an Arrow string or list array cannot hold more than 2 GiB or 2^31 items.
@@ -56,8 +57,6 @@ def result_table(
     num_prompt_tokens: npt.NDArray[np.integer[Any]],
     num_cached_tokens: npt.NDArray[np.integer[Any]],
     detokenize: Callable[[list[npt.NDArray[np.int32]]], list[str]],
-    *,
-    summary: Mapping[str, Any] | None = None,
 ) -> pa.Table:
     """The result, one row per slot of `output_offsets`.
 
@@ -68,7 +67,6 @@ def result_table(
         num_prompt_tokens: int [rows].
         num_cached_tokens: int [slots], prompt tokens that were not computed for this slot.
         detokenize: decodes without special tokens; called once, with each distinct completion once.
-        summary: stored as JSON in the schema's metadata.
 
     Raises:
         KeyError: a slot of a row without an error has no completion.
@@ -87,8 +85,18 @@ def result_table(
         num_cached_tokens=np.where(finished, num_cached_tokens, 0),
     )
     starts = range(0, max(1, len(rows)), CHUNK_SLOTS)  # one chunk at least: an empty result has columns too
-    table = pa.concat_tables([_chunk(job, errors, slots.part(start, start + CHUNK_SLOTS)) for start in starts])
-    return table.replace_schema_metadata(None if summary is None else {SUMMARY_KEY: json.dumps(summary).encode()})
+    return pa.concat_tables([_chunk(job, errors, slots.part(start, start + CHUNK_SLOTS)) for start in starts])
+
+
+def with_summary(table: pa.Table, summary: Mapping[str, Any]) -> pa.Table:
+    """The same result with the summary of its run in the schema's metadata."""
+    return table.replace_schema_metadata({SUMMARY_KEY: json.dumps(summary).encode()})
+
+
+def summary_of(table: pa.Table) -> dict[str, Any]:
+    """The summary that `with_summary` put there."""
+    summary: dict[str, Any] = json.loads(table.schema.metadata[SUMMARY_KEY])
+    return summary
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,15 +163,9 @@ def _texts(
     for row, sample in zip(rows.tolist(), samples, strict=True):
         text = None if sample is None else decoded[id(sample)]
         if text is not None and sample is not None and sample.stop_string is not None:
-            text = _cut(text, job.params[row].stop)
+            text = cut(text, job.params[row].stop)
         texts.append(text)
     return texts
-
-
-def _cut(text: str, stop: Sequence[str]) -> str:
-    """`text` before the first stop string; all of it if that is a special token, which is not decoded."""
-    found = [position for position in map(text.find, stop) if position >= 0]
-    return text[: min(found)] if found else text
 
 
 def _sample_columns(job: Job, rows: Int64s, samples: Sequence[Completion | None]) -> dict[str, pa.Array]:

@@ -126,11 +126,11 @@ class ProgressBar:
 
 def finish(table: Any, out: Path) -> dict[str, Any]:
     """Writes the results; the summary of the run, with the time that took."""
-    from batchkv.writer import SUMMARY_KEY
+    from batchkv.writer import summary_of
 
     started = perf_counter()
     write_table(table, out)
-    totals: dict[str, Any] = json.loads(table.schema.metadata[SUMMARY_KEY])
+    totals = summary_of(table)
     seconds = perf_counter() - started
     for name in ("write_s", "elapsed_s"):
         totals[name] = round(totals[name] + seconds, 3)

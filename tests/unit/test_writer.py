@@ -17,7 +17,7 @@ from batchkv.io.read import read_jobs
 from batchkv.io.write import write_table
 from batchkv.job import Job, read_job
 from batchkv.sampling_params import SamplingParams
-from batchkv.writer import Completion, output_offsets, result_table
+from batchkv.writer import Completion, output_offsets, result_table, summary_of, with_summary
 
 
 def detokenize(rows: list[np.ndarray]) -> list[str]:
@@ -38,12 +38,11 @@ def table_of(
     job: Job,
     completions: Mapping[int, Completion],
     errors: Mapping[int, RowError] | None = None,
-    **options: Any,
 ) -> pa.Table:
     errors = errors or {}
     slots = int(output_offsets(job, errors)[-1])
     num_prompt = np.arange(10, 10 + job.num_rows)
-    return result_table(job, errors, completions, num_prompt, np.arange(slots), detokenize, **options)
+    return result_table(job, errors, completions, num_prompt, np.arange(slots), detokenize)
 
 
 def test_a_row_has_a_slot_per_sample_and_an_error_row_has_one() -> None:
@@ -142,12 +141,13 @@ def test_chunks_of_any_size_give_the_same_table(monkeypatch: pytest.MonkeyPatch,
 @pytest.mark.parametrize("ending", [".parquet", ".arrow", ".jsonl"])
 def test_the_result_can_be_written_and_read_in_every_format(tmp_path: Path, ending: str) -> None:
     job = job_of(id=["a", "b"], n=[2, 0], empty=[{}, {}], nested=[{"x": [{}]}, None])
-    table = table_of(job, {0: completion("é"), 1: completion("")}, summary={"rows": 2})
+    table = with_summary(table_of(job, {0: completion("é"), 1: completion("")}), {"rows": 2})
     write_table(table, tmp_path / f"out{ending}")
     assert read_jobs(tmp_path / f"out{ending}").num_rows == 3
 
 
 def test_the_summary_is_in_the_metadata() -> None:
-    table = table_of(job_of(id=[1]), {0: completion("x")}, summary={"rows": 1, "prefill_s": 0.5})
-    assert json.loads(table.schema.metadata[b"batchkv.summary"]) == {"rows": 1, "prefill_s": 0.5}
-    assert table_of(job_of(id=[1]), {0: completion("x")}).schema.metadata is None
+    summary = {"rows": 1, "prefill_s": 0.5}
+    table = with_summary(table_of(job_of(id=[1]), {0: completion("x")}), summary)
+    assert json.loads(table.schema.metadata[b"batchkv.summary"]) == summary
+    assert summary_of(table) == summary
