@@ -129,9 +129,17 @@ class Residency:
         self._in_flight[sequence] = False
         self._in_flight_below[self._plan.trie.path(node)] -= 1
 
-    def drop_idle_nodes(self) -> list[int]:
-        """Frees the nodes that nothing in flight is below; they are prefilled again when they are needed."""
-        idle: list[int] = (np.flatnonzero(self._is_resident[1:] & (self._in_flight_below[1:] == 0)) + 1).tolist()
+    def drop_idle_nodes(self, *, keep_above: int | None = None) -> list[int]:
+        """Frees the nodes that nothing in flight is below; they are prefilled again when they are needed.
+
+        Args:
+            keep_above: a sequence that is about to be admitted, whose nodes stay.
+        """
+        is_idle = self._is_resident & (self._in_flight_below == 0)
+        is_idle[0] = False
+        if keep_above is not None:
+            is_idle[self._plan.trie.path(self.node_of(keep_above))] = False
+        idle: list[int] = np.flatnonzero(is_idle).tolist()
         for node in idle:
             self._drop_node(node)
         return idle

@@ -161,7 +161,10 @@ class Scheduler:
                 return
             num_generated = int(self._generated.lengths[sequence])
             if not self._residency.fits(sequence, num_generated):
-                return
+                # nodes that preempted sequences left behind must not keep the only one out
+                if self._residency.num_in_flight or not self._drop_idle_nodes(keep_above=sequence):
+                    return
+                continue
             self._pop(sequence)
             self._prefills.extend(NodePrefill(n) for n in self._residency.admit(sequence, num_generated))
             node = self._residency.node_of(sequence)
@@ -202,10 +205,14 @@ class Scheduler:
             if self._residency.num_in_flight > 1:
                 self._preempt(self._residency.youngest())
                 continue
-            dropped = {NodePrefill(node) for node in self._residency.drop_idle_nodes()}
-            self._prefills = deque(prefill for prefill in self._prefills if prefill not in dropped)
-            if not dropped:
+            if not self._drop_idle_nodes():
                 raise RuntimeError("one sequence does not fit a KV pool that was made for it")
+
+    def _drop_idle_nodes(self, *, keep_above: int | None = None) -> bool:
+        """Whether there were any."""
+        dropped = {NodePrefill(node) for node in self._residency.drop_idle_nodes(keep_above=keep_above)}
+        self._prefills = deque(prefill for prefill in self._prefills if prefill not in dropped)
+        return bool(dropped)
 
     def _preempt(self, sequence: int) -> None:
         self._residency.withdraw(sequence)
