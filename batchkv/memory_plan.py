@@ -105,12 +105,11 @@ def sequence_pages(
         node_pages: pages of the prompt's own node, which leave the window of a sequence that took them over.
     """
     first_page = np.where(takes_over, -(-length // page_size), length // page_size)
-    grown: Int64Array = np.where(stored > length, -(-stored // page_size) - first_page, 0)
-    if window is None:
-        return grown
-    widest = (window + page_size - 2) // page_size + 1
-    grown = np.minimum(grown, np.maximum(widest - np.where(takes_over, node_pages, 0), 0))
-    return grown
+    pages: Int64Array = np.where(stored > length, -(-stored // page_size) - first_page, 0)
+    if window is not None:
+        widest = (window + page_size - 2) // page_size + 1
+        pages = np.minimum(pages, np.maximum(widest - np.where(takes_over, node_pages, 0), 0))
+    return pages
 
 
 def _is_alone(trie: PrefixTrie, sequences: SequenceTable) -> npt.NDArray[np.bool_]:

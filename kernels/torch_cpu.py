@@ -180,7 +180,8 @@ class TorchAttention(AttentionBackend[TorchKV, TorchWorkPlan]):
         sinks_H: torch.Tensor | None = None,
     ) -> torch.Tensor:
         num_kv_heads = kv.key_KPSD.shape[0]
-        query_TKGD = query_HTD.transpose(0, 1).reshape(query_HTD.shape[1], num_kv_heads, -1, query_HTD.shape[2]).float() * scale
+        num_tokens, head_dim = query_HTD.shape[1:]
+        query_TKGD = query_HTD.transpose(0, 1).reshape(num_tokens, num_kv_heads, -1, head_dim).float() * scale
         states = _States.allocate(plan.num_states, query_TKGD, kv.value_KPSD.shape[-1])
         for wide in plan.wide:
             _attend_wide(kv, wide, query_TKGD, softcap, states)

@@ -1,4 +1,4 @@
-"""Every implementation of the attention contract agrees with plain attention in fp64, on tries that hypothesis makes."""
+"""Every implementation of the attention contract agrees with plain attention in fp64, on random tries."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
-
 from batchkv.kernels.attention import AttentionBackend
 from batchkv.kernels.reference import ReferenceAttention
 from batchkv.kernels.torch_cpu import TorchAttention
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
 from batchkv.kv_cache import KVCache
 from batchkv.step import AttentionBatch
 
