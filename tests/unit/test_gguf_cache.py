@@ -105,7 +105,7 @@ def test_another_transformers_converts_again(cache: Path, gguf: Path, monkeypatc
 
 def test_an_entry_that_cannot_be_read_is_made_again(cache: Path, gguf: Path, caplog: pytest.LogCaptureFixture) -> None:
     load_converted(gguf, "model", convert=Converter(gguf), load=load)
-    (entry_of(cache) / "text").unlink()
+    (entry_of(cache) / "text").rename(entry_of(cache) / "renamed")
     convert = Converter(gguf)
     assert load_converted(gguf, "model", convert=convert, load=load) == "WEIGHTS"
     assert convert.calls == 1
