@@ -88,6 +88,7 @@ class Residency:
         """The handle that the node's tokens are appended to: at first a fork of its parent, which is complete."""
         if self._node_handle[node] == _NONE:
             self._node_handle[node] = self.cache.fork(int(self._node_handle[self._plan.trie.parent[node]]))
+            self.cache.trim(self._node_handle[node : node + 1])  # the parent may have grown in this very step
         return int(self._node_handle[node])
 
     def begin_sequence(self, sequence: int) -> int:
