@@ -175,6 +175,8 @@ class Scheduler:
 
     def _peek(self) -> int | None:
         """The first sequence in execution order that is neither in flight nor has ended."""
+        while self._preempted and self._has_ended[self._preempted[0]]:  # with the first token, by a sibling's prefill
+            heapq.heappop(self._preempted)
         if self._preempted:
             return self._preempted[0]
         while self._next < len(self._has_ended) and self._has_ended[self._next]:
