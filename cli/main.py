@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import os
+import signal
 import sys
+from types import FrameType
 
 import typer
 from batchkv.cli import plan, run
 
 from batchkv.errors import UserError
 
-USER_ERROR, ROW_ERRORS, INTERRUPTED = 2, 3, 130
+USER_ERROR, INTERRUPTED = 2, 130
 
 app = typer.Typer(
     name="batchkv",
@@ -25,19 +27,20 @@ app.command("plan")(plan.plan)
 
 def main() -> None:
     """The console script. A user's mistake is one line and exit code 2, never a traceback."""
-    # the tokenizers library warns about forks, which nothing here does
-    os.environ.setdefault("TOKENIZERS_PARALLELISM", "true")
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, _interrupt)
     try:
         app()
     except UserError as error:
         print(f"batchkv: {error}", file=sys.stderr)
         sys.exit(USER_ERROR)
-    except KeyboardInterrupt:
-        print("batchkv: interrupted; nothing was written", file=sys.stderr)
-        sys.exit(INTERRUPTED)
-    except BrokenPipeError:  # `batchkv plan ... | head`
+    except BrokenPipeError:  # `batchkv plan ... | head`; what is left in the buffer must not raise again
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        sys.exit(0)
+
+
+def _interrupt(number: int, frame: FrameType | None) -> None:
+    print("\nbatchkv: interrupted, no results were written", file=sys.stderr)
+    raise SystemExit(INTERRUPTED)
 
 
 if __name__ == "__main__":

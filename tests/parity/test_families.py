@@ -58,7 +58,9 @@ def table(rows: list[list[int]], ids: list[int] | None = None) -> pa.Table:
     return pa.table({"id": ids or list(range(len(rows))), "prompt_token_ids": pa.array(rows, pa.list_(pa.int32()))})
 
 
-def run(family: str, jobs: pa.Table, sampling: SamplingParams | None = None, **config: Any) -> dict[tuple[int, int], Any]:
+def run(
+    family: str, jobs: pa.Table, sampling: SamplingParams | None = None, **config: Any
+) -> dict[tuple[int, int], Any]:
     """Token ids by (id, sample)."""
     results = Engine(model_of(family), **config).run(jobs, sampling or SamplingParams(max_tokens=NEW_TOKENS))
     assert results["error"].null_count == len(results)

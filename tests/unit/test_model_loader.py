@@ -19,12 +19,10 @@ from transformers import AutoModelForCausalLM, LlamaForCausalLM, PreTrainedModel
 from transformers.utils import logging as transformers_logging
 
 from batchkv import model_loader
-from batchkv.config import EngineConfig
 from batchkv.errors import UserError
 from batchkv.model_loader import (
     ALIAS_HUB_ID,
     ModelSource,
-    load,
     load_config,
     load_model,
     load_tokenizer,
@@ -172,25 +170,16 @@ class TestResolveDtype:
 
 class TestDirectory:
     def test_loads_with_its_tokenizer(self, llama: PreTrainedModel, directory: Path) -> None:
-        loaded = load(EngineConfig(model=str(directory), device="cpu"))
-        assert loaded.name == str(directory)
-        assert not loaded.model.training
-        torch.testing.assert_close(
-            dict(loaded.model.named_parameters()), dict(llama.named_parameters()), rtol=0, atol=0
-        )
-        assert loaded.tokenizer is not None
-        assert loaded.tokenizer("the cat")["input_ids"] == tiny_tokenizer()("the cat")["input_ids"]
+        source = resolve_model(str(directory))
+        model, tokenizer = load_model(source, "auto", CPU), load_tokenizer(source)
+        assert not model.training
+        torch.testing.assert_close(dict(model.named_parameters()), dict(llama.named_parameters()), rtol=0, atol=0)
+        assert tokenizer is not None
+        assert tokenizer("the cat")["input_ids"] == tiny_tokenizer()("the cat")["input_ids"]
 
     def test_dtype(self, directory: Path) -> None:
         assert load_model(resolve_model(str(directory)), "bfloat16", CPU).dtype == torch.bfloat16
         assert load_model(resolve_model(str(directory)), "auto", CPU).dtype == torch.float32
-
-    def test_the_tokenizer_may_come_from_elsewhere(
-        self, llama: PreTrainedModel, directory: Path, tmp_path: Path
-    ) -> None:
-        llama.save_pretrained(tmp_path / "bare")
-        loaded = load(EngineConfig(model=str(tmp_path / "bare"), tokenizer=str(directory), device="cpu"))
-        assert loaded.tokenizer is not None
 
     def test_a_model_without_a_tokenizer_has_none(self, llama: PreTrainedModel, tmp_path: Path) -> None:
         llama.save_pretrained(tmp_path / "bare")
@@ -287,7 +276,8 @@ def test_transformers_is_quiet_and_then_as_loud_as_before(
     monkeypatch.setenv("DISABLE_SAFETENSORS_CONVERSION", "0")
     verbosity = transformers_logging.get_verbosity()
     transformers_logging.set_verbosity(logging.INFO)
-    load(EngineConfig(model=str(directory), device="cpu"))
+    load_model(resolve_model(str(directory)), "auto", CPU)
+    load_tokenizer(resolve_model(str(directory)))
     with pytest.raises(UserError):
         load_config(resolve_model("batchkv-tests/there-is-no-such-model"))
     assert transformers_logging.get_verbosity() == logging.INFO
