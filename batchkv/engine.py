@@ -67,12 +67,13 @@ class Engine:
         name = str(model.name_or_path) if isinstance(model, PreTrainedModel) else os.fspath(model)
         self.config = EngineConfig(model=name, **config)
         self.device = _execution_device(self.config.device)
-        self.tokenizer = _tokenizer(model, tokenizer)
         if isinstance(model, PreTrainedModel):
             check_supported(model.config, type(model))
+            _check_device(model.device)
             self.model = model
         else:
             self.model = load_model(resolve_model(name), self.config.dtype, self.device)
+        self.tokenizer = _tokenizer(model, tokenizer)
         check_parity(self.model.config, type(self.model))
         self._facts = ModelFacts.of(self.model.config, self.model.dtype.itemsize)
         self._load_s = perf_counter() - started
@@ -223,9 +224,13 @@ def plan(
 def _execution_device(name: str) -> torch.device:
     """`auto` is the CPU, the only device that there are kernels for."""
     device = torch.device("cpu") if name == "auto" else resolve_device(name)
-    if device.type != "cpu":
-        raise UserError(f"--device {name}: this version has attention kernels for the CPU only: use --device cpu")
+    _check_device(device)
     return device
+
+
+def _check_device(device: torch.device) -> None:
+    if device.type != "cpu":
+        raise UserError(f"device {device}: this version has attention kernels for the CPU only: use --device cpu")
 
 
 def _tokenizer(

@@ -131,7 +131,7 @@ class Plan:
             f"trie      {self.trie.num_nodes - 1:,} nodes, depth {int(self.trie.depth.max())}, {self.order}",
             f"KV        peak {memory.peak_tokens:,} of {memory.budget_tokens:,} tokens ({peak_mib:,.0f} MiB), "
             f"pages of {memory.page_size}",
-            f"in flight {memory.window_rows:,} sequences fit at any point",
+            f"in flight {min(memory.window_rows, len(self.sequences)):,} sequences fit at any point",
         ]
 
     def _tree(self) -> list[str]:

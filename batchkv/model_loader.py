@@ -337,7 +337,8 @@ def _is_out_of_memory(error: Exception) -> bool:
 
 @contextmanager
 def _quiet_transformers() -> Iterator[None]:
-    """No progress bars or warnings of transformers, and no pull request of its bot that converts weights."""
+    """No progress bars, warnings or retries told of, and no pull request of the bot that converts weights."""
+    from huggingface_hub.utils import logging as hub_logging
     from transformers.utils import logging as untyped_logging
 
     logging: Any = untyped_logging
@@ -348,13 +349,16 @@ def _quiet_transformers() -> Iterator[None]:
         logging.is_progress_bar_enabled(),
         os.environ.get(no_conversion),
     )
+    hub_verbosity = hub_logging.get_verbosity()
     logging.set_verbosity_error()
+    hub_logging.set_verbosity_error()
     logging.disable_progress_bar()
     os.environ[no_conversion] = "1"
     try:
         yield
     finally:
         logging.set_verbosity(verbosity)
+        hub_logging.set_verbosity(hub_verbosity)
         if bars:
             logging.enable_progress_bar()
         if conversion is None:

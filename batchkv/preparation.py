@@ -11,7 +11,7 @@ from batchkv.job import Job
 from batchkv.job_plan import Plan
 from batchkv.kv_layout import KVLayout, layer_specs
 from batchkv.metrics import RunMetrics
-from batchkv.planner import Limits, check_kv_budget, make_plan
+from batchkv.planner import Detokenize, Limits, check_kv_budget, make_plan
 from batchkv.tokenization import TokenArena, check_prompts, tokenize
 
 if TYPE_CHECKING:
@@ -98,7 +98,8 @@ def prepare(
     return PreparedJob(job, arena, errors, plan)
 
 
-def _preview(tokenizer: PreTrainedTokenizerBase | None):  # type: ignore[no-untyped-def]
+def _preview(tokenizer: PreTrainedTokenizerBase | None) -> Detokenize | None:
+    """Shows how a prefix begins."""
     if tokenizer is None:
         return None
 
