@@ -1,0 +1,470 @@
+"""A plan is carried out to the letter: every token goes through the model with exactly its own prefix before it.
+
+No model is needed. What a step would store is stored in a shadow of the pages, as the number of the token's *event*;
+an event knows the event before it, read back through the page table. What a token has seen is the *text* of its event:
+all tokens from the first of the prompt up to it.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from itertools import pairwise
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+import pytest
+from batchkv.kernels.shared_segments import find_shared_segments
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from batchkv.job import Job
+from batchkv.job_plan import Plan
+from batchkv.kv_layout import KVLayout, LayerSpec
+from batchkv.memory_plan import LEAST_SLACK_PAGES, page_costs
+from batchkv.planner import Limits, check_kv_budget, list_sequences, make_plan
+from batchkv.sampling_params import SamplingParams
+from batchkv.scheduler import Scheduler
+from batchkv.sequence import GeneratedTokens
+from batchkv.step import AttentionBatch, Step
+from batchkv.tokenization import TokenArena
+from batchkv.trie import build_trie
+
+Text = tuple[int, ...]
+
+FIRST_GENERATED = 1_000  # prompt tokens are below, generated ones above: those of each sequence are its own
+MOST_NEW_TOKENS = 1_000
+
+
+def layout_of(*windows: int | None) -> KVLayout:
+    return KVLayout(tuple(LayerSpec(1, 1, 1, window) for window in windows), element_bytes=1)
+
+
+LAYOUTS = {
+    "full": layout_of(None),
+    "windowed": layout_of(5),
+    "hybrid": layout_of(3, None, 3, 9),
+    "tiny window": layout_of(None, 2),
+}
+
+
+@dataclass(frozen=True)
+class Case:
+    """A job and its limits.
+
+    Sample `s` of row `r` ends with `ends_at[r][s % len]` tokens at the latest; if (r, s) is in `fails`, the last of
+    them cannot be sampled.
+    """
+
+    prompts: tuple[Text, ...]
+    params: tuple[SamplingParams, ...]
+    layout: KVLayout
+    extra_bytes: int  # beyond what the largest row takes alone
+    max_batch_rows: int
+    max_batch_tokens: int
+    page_size: int = 4
+    share_prefixes: bool = True
+    ends_at: tuple[tuple[int, ...], ...] = ()
+    fails: frozenset[tuple[int, int]] = frozenset()
+
+    @cached_property
+    def arena(self) -> TokenArena:
+        return TokenArena.from_rows([np.array(prompt, np.int32) for prompt in self.prompts])
+
+    @cached_property
+    def job(self) -> Job:
+        return Job(pa.array(range(len(self.prompts))), self.prompts, self.params, {}, pa.table({}))
+
+    @cached_property
+    def prefixes(self) -> set[Text]:
+        return {prompt[: i + 1] for prompt in self.prompts for i in range(len(prompt))}
+
+    def limits(self, kv_bytes: int) -> Limits:
+        return Limits(
+            kv_bytes,
+            self.max_batch_rows,
+            self.max_batch_tokens,
+            self.page_size,
+            share_prefixes=self.share_prefixes,
+        )
+
+    @cached_property
+    def kv_bytes(self) -> int:
+        """What the largest row takes in every group of layers when nothing else runs, unshared, and more."""
+        trie = build_trie(self.arena, np.arange(len(self.prompts)))
+        new_tokens = np.array([params.max_tokens for params in self.params])
+        peak = page_costs(trie, list_sequences(self.job, trie, {}, new_tokens), self.layout, page_size=1).peak(1)
+        slack = [0 if window is None else LEAST_SLACK_PAGES for window in self.layout.windows]
+        return int((peak + slack) @ self.layout.group_bytes_per_token) + self.extra_bytes
+
+    def plan(self) -> Plan:
+        limits = self.limits(self.kv_bytes)
+        assert not check_kv_budget(self.job, self.arena, self.layout, limits)
+        return make_plan(self.job, self.arena, {}, self.layout, limits)
+
+
+class Shadow:
+    """What lies in the pages of each group: numbers of events. Equal texts have equal numbers, too."""
+
+    def __init__(self, num_pages: tuple[int, ...], page_size: int) -> None:
+        self.page_size = page_size
+        self.slots = [np.full(n * page_size, -1, np.int64) for n in num_pages]
+        self.text_of_event: list[int] = []
+        self.texts: list[Text] = [()]
+        self._number: dict[tuple[int, int], int] = {}  # (text, next token) -> text
+        self._prefixes = [np.zeros(0, np.int64)]  # of each text, from one token up to itself
+
+    def run(self, step: Step) -> list[Text]:
+        """Stores and copies as a backend does, then looks at what is seen. Returns the text of each token."""
+        first = len(self.text_of_event)
+        for slots, batch in zip(self.slots, step.attention, strict=True):
+            slots[batch.slots] = np.arange(first, first + step.num_tokens)
+            pages = slots.reshape(-1, self.page_size)
+            for copies in batch.copies:
+                before = pages[copies.src].copy()
+                for i, n in enumerate(copies.num_slots.tolist()):
+                    pages[copies.dst[i], :n] = before[i, :n]
+        for row, (lo, hi) in enumerate(pairwise(step.attention[0].cu_seqlens_q.tolist())):
+            position = int(step.positions[lo])
+            text = self._text_before(step, row, position)
+            assert len(self.texts[text]) == position
+            for token in step.token_ids[lo:hi].tolist():
+                text = self._next_text(text, token)
+                self.text_of_event.append(text)
+        text_of_event = np.array(self.text_of_event)
+        for group in range(len(self.slots)):
+            self._check_visible(group, step, text_of_event)
+        return [self.texts[text] for text in self.text_of_event[first:]]
+
+    def _text_before(self, step: Step, row: int, position: int) -> int:
+        """Rows stand in depth-first order: what comes before this row in the trie has its text by now."""
+        if position == 0:
+            return 0
+        events = {int(self._events(g, batch, row, position - 1)[0]) for g, batch in enumerate(step.attention)}
+        assert len(events) == 1  # all groups of layers have the same token there
+        return self.text_of_event[events.pop()]
+
+    def _next_text(self, text: int, token: int) -> int:
+        number = self._number.setdefault((text, token), len(self.texts))
+        if number == len(self.texts):
+            self.texts.append((*self.texts[text], token))
+            self._prefixes.append(np.append(self._prefixes[text], number))
+        return number
+
+    def _events(self, group: int, batch: AttentionBatch, row: int, first: int) -> npt.NDArray[np.int64]:
+        """Events at the positions `[first, length)` of a row, its tokens of this step included."""
+        page, offset = np.divmod(np.arange(first, int(batch.kv_lens[row])), self.page_size)
+        return self.slots[group][batch.page_table[row, page].astype(np.int64) * self.page_size + offset]
+
+    def _check_visible(self, group: int, step: Step, text_of_event: npt.NDArray[np.int64]) -> None:
+        """Every key that a query sees is that of the query's own text."""
+        batch = step.attention[group]
+        ends = batch.cu_seqlens_q[1:] + len(text_of_event) - step.num_tokens
+        for row, end in enumerate(ends.tolist()):
+            first = 0 if batch.window is None else max(0, int(batch.first_query_positions[row]) - batch.window + 1)
+            seen = text_of_event[self._events(group, batch, row, first)]
+            assert np.array_equal(seen, self._prefixes[text_of_event[end - 1]][first:])
+        assert (step.positions == batch.query_positions).all()
+
+
+@dataclass
+class Run:
+    """What was counted."""
+
+    plan: Plan
+    preempted: int = 0
+    steps: int = 0
+    prefill_tokens: int = 0
+    recomputed_tokens: int = 0
+    decoded_tokens: int = 0
+    most_in_flight: int = 0
+    texts: Counter[Text] = field(default_factory=Counter)
+
+
+def drive(case: Case) -> Run:
+    """Runs a case to its end and checks every step."""
+    plan, arena = case.plan(), case.arena
+    generated = GeneratedTokens(len(plan.sequences))
+    scheduler = Scheduler(
+        plan,
+        arena,
+        case.layout,
+        generated,
+        max_batch_rows=case.max_batch_rows,
+        max_batch_tokens=case.max_batch_tokens,
+    )
+    shadow = Shadow(plan.memory.pool_pages, plan.memory.page_size)
+    prompts = [case.prompts[row] for row in plan.sequences.row.tolist()]
+    outputs: list[list[int]] = [[] for _ in prompts]
+    ended = np.zeros(len(prompts), bool)
+    run = Run(plan)
+    while not scheduler.is_done:
+        step = scheduler.schedule()
+        texts = shadow.run(step)
+        _check_limits(case, plan, scheduler, step, texts)
+        sampled_text = [texts[i] for i in step.logits_tokens[step.sampled_logits].tolist()]
+        assert len(set(step.sampled.tolist())) == len(step.sampled)
+        assert not ended[step.sampled].any()
+        ends = np.zeros(len(step.sampled), bool)
+        valid = np.ones(len(step.sampled), bool)
+        for i, (sequence, text) in enumerate(zip(step.sampled.tolist(), sampled_text, strict=True)):
+            output = outputs[sequence]
+            assert text == (*prompts[sequence], *output)  # what the model saw is all there is, in order
+            last, fails = _last(case, plan, sequence)
+            ends[i] = len(output) + 1 == last
+            valid[i] = not (fails and ends[i])
+            if valid[i]:
+                output.append(FIRST_GENERATED + MOST_NEW_TOKENS * sequence + len(output))
+        tokens = np.array([outputs[sequence][-1] for sequence in step.sampled[valid].tolist()], np.int32)
+        generated.append(step.sampled[valid], tokens, np.zeros(len(tokens), np.float32))
+        for sequence in step.sampled[ends].tolist():
+            generated.drop(sequence)
+        ended[step.sampled[ends]] = True
+        scheduler.update(step, ends)
+        scheduler._cache.check_integrity()
+        run.steps += 1
+        run.prefill_tokens += step.prefill_tokens
+        run.recomputed_tokens += step.recomputed_tokens
+        run.decoded_tokens += step.num_tokens - step.prefill_tokens
+        run.most_in_flight = max(run.most_in_flight, scheduler._residency.num_in_flight)
+        run.texts.update(texts)
+        assert run.steps < 5_000
+    assert ended.all()
+    assert not scheduler.pages_held.any()
+    assert scheduler._cache.num_sequences == 1  # the empty root
+    run.preempted = scheduler.preempted_sequences
+    _check_totals(case, run)
+    return run
+
+
+def _last(case: Case, plan: Plan, sequence: int) -> tuple[int, bool]:
+    """How many tokens a sequence is to generate, and whether the last of them fails."""
+    row, sample = int(plan.sequences.row[sequence]), int(plan.sequences.sample[sequence])
+    most = int(plan.sequences.max_new_tokens[sequence])
+    ends_at = case.ends_at[row] if case.ends_at else (most,)
+    return min(most, ends_at[sample % len(ends_at)]), (row, sample) in case.fails
+
+
+def _check_limits(case: Case, plan: Plan, scheduler: Scheduler, step: Step, texts: list[Text]) -> None:
+    assert 0 < step.num_tokens <= case.max_batch_tokens
+    assert scheduler._residency.num_in_flight <= case.max_batch_rows
+    assert sum(text[-1] < FIRST_GENERATED for text in texts) <= step.prefill_tokens
+    decoding = {text[-1] // MOST_NEW_TOKENS for text in texts if text[-1] >= FIRST_GENERATED}
+    assert len(decoding) <= case.max_batch_rows
+    held = scheduler.pages_held
+    page_bytes = np.array(case.layout.group_bytes_per_token) * plan.memory.page_size
+    assert (held <= np.array(plan.memory.pool_pages)).all()
+    assert held @ page_bytes <= plan.memory.peak_tokens * case.layout.bytes_per_token
+    assert np.array(plan.memory.pool_pages) @ page_bytes <= case.kv_bytes
+    if _shares(case, plan) and case.layout.windows[0] is None:
+        _check_order(step.attention[0], texts)
+
+
+def _check_order(batch: AttentionBatch, texts: list[Text]) -> None:
+    """Rows that share pages stand side by side: as many segments are found as the trie of full pages has nodes."""
+    size = batch.page_size
+    rows: list[tuple[object, ...]] = []
+    for row, end in enumerate(batch.cu_seqlens_q[1:].tolist()):
+        text = texts[end - 1]
+        full = [text[: i + size] for i in range(0, len(text) - size + 1, size)]
+        rows.append((*full, *([row] if len(text) % size else [])))  # a partly filled page is the row's own
+    nexts: dict[tuple[object, ...], set[object]] = {}
+    for pages in rows:
+        for i, page in enumerate(pages):
+            nexts.setdefault(pages[:i], set()).add(page)
+    nodes = set(rows) | {prefix for prefix, following in nexts.items() if prefix and len(following) > 1}
+    assert len(find_shared_segments(batch)) == len(nodes)
+
+
+def _shares(case: Case, plan: Plan) -> bool:
+    """Whether the plan shares all there is to share (a budget can be too small for pages of sharers)."""
+    return case.share_prefixes and plan.prefill_tokens == len(case.prefixes)
+
+
+def _check_totals(case: Case, run: Run) -> None:
+    """What was planned is what was computed, and everything computed twice was counted as such."""
+    assert run.prefill_tokens == run.plan.prefill_tokens + run.recomputed_tokens
+    assert sum(run.texts.values()) == run.prefill_tokens + run.decoded_tokens
+    if run.preempted == 0:
+        assert run.recomputed_tokens == 0
+    if _shares(case, run.plan):
+        assert case.prefixes <= set(run.texts)
+        assert sum(run.texts.values()) - len(run.texts) == run.recomputed_tokens
+    else:
+        assert run.plan.prefill_tokens == sum(map(len, case.prompts))
+
+
+PARAMS = st.builds(
+    SamplingParams,
+    n=st.sampled_from([1, 1, 2, 5]),
+    max_tokens=st.integers(1, 8),
+    temperature=st.sampled_from([0.0, 1.0]),
+)
+
+
+@st.composite
+def prompt_lists(draw: st.DrawFn, most: int) -> tuple[Text, ...]:
+    """Prompts most of which go on from somewhere inside an earlier one."""
+    prompts: list[Text] = []
+    for _ in range(draw(st.integers(1, most))):
+        earlier = draw(st.sampled_from([(), *prompts]))
+        kept = draw(st.one_of(st.just(len(earlier)), st.integers(0, len(earlier))))
+        tail = draw(st.lists(st.integers(0, 2), min_size=0 if kept else 1, max_size=12))
+        prompts.append((*earlier[:kept], *tail))
+    return tuple(prompts)
+
+
+@st.composite
+def cases(draw: st.DrawFn) -> Case:
+    """Samples, twins, prefixes of others, early ends, every kind of limit."""
+    prompts = draw(prompt_lists(10))
+    ends_at = st.lists(st.integers(1, 8), min_size=1, max_size=5).map(tuple)
+    return Case(
+        prompts=prompts,
+        params=tuple(draw(PARAMS) for _ in prompts),
+        layout=LAYOUTS[draw(st.sampled_from(sorted(LAYOUTS)))],
+        extra_bytes=draw(st.sampled_from([0, 3, 10, 40, 100, 300, 10_000])),
+        max_batch_rows=draw(st.integers(1, 12)),
+        max_batch_tokens=draw(st.one_of(st.integers(1, 8), st.integers(9, 64))),
+        page_size=draw(st.sampled_from([1, 2, 3, 4, 8])),
+        share_prefixes=draw(st.sampled_from([True, True, True, False])),
+        ends_at=tuple(draw(ends_at) for _ in prompts),
+        fails=frozenset(draw(st.sets(st.tuples(st.integers(0, 10), st.integers(0, 2)), max_size=2))),
+    )
+
+
+@given(cases())
+@settings(max_examples=60)
+def test_every_sequence_sees_exactly_its_tokens_and_every_trie_token_is_computed_once(case: Case) -> None:
+    assert drive(case).preempted == 0  # too few end for a guess at how long the others get
+
+
+@st.composite
+def surprises(draw: st.DrawFn) -> Case:
+    """So many samples of a first row end at once that all rows are expected to be short; then they are not."""
+    prompts = draw(prompt_lists(7))
+    several = [draw(st.sampled_from([1, 1, 2, 3])) for _ in prompts]
+    crowd = SamplingParams(n=40, max_tokens=10, temperature=1.0)
+    return Case(
+        prompts=((9,), *prompts),
+        params=(crowd, *[SamplingParams(n=n, max_tokens=draw(st.integers(6, 12)), temperature=1.0) for n in several]),
+        layout=LAYOUTS[draw(st.sampled_from(sorted(LAYOUTS)))],
+        extra_bytes=draw(st.integers(0, 150)),
+        max_batch_rows=draw(st.integers(2, 12)),
+        max_batch_tokens=draw(st.integers(1, 40)),
+        page_size=draw(st.sampled_from([1, 2, 3, 4])),
+        ends_at=((1,), *[(12, draw(st.integers(1, 12))) for _ in prompts]),
+    )
+
+
+@given(surprises())
+@settings(max_examples=60)
+def test_nothing_is_lost_when_sequences_outgrow_what_was_expected(case: Case) -> None:
+    drive(case)
+
+
+def surprise(
+    *rows: tuple[str, int, int, tuple[int, ...]],
+    layout: str,
+    extra_bytes: int,
+    rows_at_once: int,
+    max_batch_tokens: int,
+) -> Case:
+    """After the crowd, rows of (prompt, n, max_tokens, ends_at)."""
+    return Case(
+        prompts=((9,), *(tuple(map(int, prompt)) for prompt, _, _, _ in rows)),
+        params=tuple(
+            SamplingParams(n=n, max_tokens=most, temperature=1.0) for n, most in [(40, 8), *(row[1:3] for row in rows)]
+        ),
+        layout=LAYOUTS[layout],
+        extra_bytes=extra_bytes,
+        max_batch_rows=rows_at_once,
+        max_batch_tokens=max_batch_tokens,
+        page_size=1,
+        ends_at=((1,), *(ends_at for _, _, _, ends_at in rows)),
+    )
+
+
+def test_a_preempted_sequence_that_ends_with_a_siblings_prefill_does_not_come_back() -> None:
+    case = surprise(
+        ("1", 2, 8, (8,)),
+        ("222", 2, 8, (8,)),
+        ("3", 1, 8, (1,)),
+        ("4", 1, 8, (1,)),
+        layout="full",
+        extra_bytes=16,
+        rows_at_once=8,
+        max_batch_tokens=4,
+    )
+    assert drive(case).preempted > 0
+
+
+def test_nodes_that_preempted_sequences_left_behind_do_not_keep_the_last_one_out() -> None:
+    case = surprise(
+        ("22", 1, 6, (12,)),
+        ("22102011112122", 2, 6, (12, 1)),
+        ("020002101102", 1, 6, (12,)),
+        ("022000222210", 2, 6, (12, 1)),
+        ("02000210110222", 2, 6, (12, 1)),
+        ("020002101102", 1, 8, (12,)),
+        layout="full",
+        extra_bytes=7,
+        rows_at_once=6,
+        max_batch_tokens=9,
+    )
+    assert drive(case).preempted > 0
+
+
+def test_a_node_that_starts_in_the_step_that_ends_its_parent_holds_nothing_behind_the_window() -> None:
+    case = surprise(
+        ("0010", 1, 12, (12,)),
+        ("0010000001121001", 1, 7, (12,)),
+        ("00100000011210012", 1, 9, (12,)),
+        ("00100000011210011", 3, 9, (12, 5)),
+        ("00100000011210012102110", 1, 9, (12,)),
+        ("00100000011210010222121", 1, 12, (12,)),
+        layout="hybrid",
+        extra_bytes=30,
+        rows_at_once=3,
+        max_batch_tokens=7,
+    )
+    assert drive(case).preempted > 0
+
+
+@pytest.mark.parametrize(
+    ("layout", "extra_bytes", "page_size"), [("full", 90, 4), ("hybrid", 200, 2), ("windowed", 80, 3)]
+)
+def test_preempted_sequences_are_computed_again_and_that_is_counted(
+    layout: str, extra_bytes: int, page_size: int
+) -> None:
+    """Forty sequences end after a token or two, and then come some that take all they may have."""
+    headers = ["12345678", "8765", "33333333333"]
+    short = [(f"71{i // 10}{i % 10}", 1, 20, (1 + i % 2,)) for i in range(40)]
+    long = [(headers[i % 3] + str(i) * (i % 4), 3 if i % 5 == 0 else 1, 20, (20,)) for i in range(1, 12)]
+    case = surprise(*short, *long, layout=layout, extra_bytes=extra_bytes, rows_at_once=16, max_batch_tokens=32)
+    run = drive(replace(case, page_size=page_size))
+    assert run.preempted > 0
+    assert run.recomputed_tokens > 0
+    assert run.most_in_flight > run.plan.memory.window_rows  # what the guess was for
+
+
+def test_without_early_ends_nothing_is_preempted_however_tight_the_budget() -> None:
+    rows = [("1" * (1 + i % 5) + "2" * (i % 3), 1 + i % 2, 1 + i % 9, (9,)) for i in range(50)]
+    case = surprise(*rows, layout="hybrid", extra_bytes=40, rows_at_once=16, max_batch_tokens=16)
+    run = drive(replace(case, ends_at=()))
+    assert run.preempted == run.recomputed_tokens == 0
+
+
+def test_decode_and_prefill_share_a_step() -> None:
+    rows = [(str(i) * 6, 1, 8, (8,)) for i in range(8)]
+    case = surprise(*rows, layout="full", extra_bytes=10_000, rows_at_once=4, max_batch_tokens=8)
+    run = drive(replace(case, prompts=case.prompts[1:], params=case.params[1:], ends_at=()))
+    assert run.prefill_tokens == 48
+    assert run.steps < 6 + 8 * 8 / 4 + 6  # far fewer than one after the other
+
+
+def test_a_job_without_rows_that_can_run_is_done_at_once() -> None:
+    case = Case((), (), LAYOUTS["full"], 100, 4, 4)
+    assert drive(case).steps == 0
