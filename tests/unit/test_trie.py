@@ -7,13 +7,14 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from batchkv.tokenization import TokenArena
-from batchkv.trie import PrefixTrie, build_trie, intervals_from_lcp
+from batchkv.intervals import intervals_from_lcp
+from batchkv.token_arena import TokenArena
+from batchkv.trie import PrefixTrie, build_trie
 
 Tokens = tuple[int, ...]
 Key = tuple[int, Tokens]  # group, tokens
 
-A, B, C = 0, 7, 2**31 - 1  # the smallest and the largest token id: the order of bytes has to be that of the ids
+A, B, C = 0, 7, 0x7FFFFF00  # ids whose bytes sort otherwise in another order: little-endian, C comes before B
 
 
 @st.composite
