@@ -59,8 +59,9 @@ class Endings:
             stops = resolve_stops(p.stop, p.stop_token_ids, special)
             self._stop_token_ids[sequence] = frozenset(stops.token_ids)
             if stops.strings and tokenizer is not None:
-                matcher = matcher_of.setdefault(stops.strings, StopStringMatcher(decode, stops.strings))
-                self._matchers[sequence] = matcher
+                if stops.strings not in matcher_of:
+                    matcher_of[stops.strings] = StopStringMatcher(decode, stops.strings)
+                self._matchers[sequence] = matcher_of[stops.strings]
         self._has_own_stops = np.zeros(len(params), bool)
         self._has_own_stops[list(self._stop_token_ids)] = True
 

@@ -42,7 +42,7 @@ from batchkv.sampling_params import SamplingParams
 from batchkv.stopping import end_token_ids as find_end_token_ids
 from batchkv.writer import Completion, result_table, with_summary
 
-ProgressBar = Callable[[PreparedJob], Progress]
+OnPrepared = Callable[[PreparedJob], Progress]
 
 
 class Engine:
@@ -64,8 +64,10 @@ class Engine:
         **config: Any,
     ) -> None:
         started = perf_counter()
+        _check_kind(model, config)
         name = str(model.name_or_path) if isinstance(model, PreTrainedModel) else os.fspath(model)
-        self.config = EngineConfig(model=name, **config)
+        tokenizer_name = tokenizer if isinstance(tokenizer, str) else None
+        self.config = EngineConfig(model=name, tokenizer=tokenizer_name, **config)
         self.device = _execution_device(self.config.device)
         if isinstance(model, PreTrainedModel):
             check_supported(model.config, type(model))
@@ -93,7 +95,7 @@ class Engine:
         sampling: SamplingParams | None = None,
         *,
         limit: int | None = None,
-        progress_bar: ProgressBar | None = None,
+        on_prepared: OnPrepared | None = None,
     ) -> pa.Table:
         """Generates for every row of a job.
 
@@ -101,7 +103,7 @@ class Engine:
             jobs: a path, a glob, several paths, a pyarrow table or a polars frame.
             sampling: parameters of the rows that do not set their own.
             limit: only the first rows.
-            progress_bar: told of the prepared job; what it returns is called after every step.
+            on_prepared: called with the job before it is executed; what it returns is called after every step.
 
         Returns:
             One row per (row, sample) in the order of the job. The summary is JSON in the schema's metadata under
@@ -114,7 +116,7 @@ class Engine:
         metrics = RunMetrics(load_s=self._load_s)
         self._load_s = 0.0  # counted once
         prepared = self._prepare(read_job(jobs, sampling or SamplingParams(), limit=limit), metrics)
-        progress = progress_bar(prepared) if progress_bar else _no_progress
+        progress = on_prepared(prepared) if on_prepared else _no_progress
         completions = self._execute(prepared, metrics, progress)
         with metrics.timed("write"):
             errors, places = _result_rows(prepared, completions)
@@ -177,9 +179,10 @@ class Engine:
             getattr(self.tokenizer, "eos_token_id", None),
         )
 
-    def _detokenize(self, samples: list[npt.NDArray[np.int32]]) -> list[str]:
+    def _detokenize(self, samples: list[npt.NDArray[np.int32]]) -> list[str] | list[None]:
+        """Texts without special tokens; null where there is no tokenizer."""
         if self.tokenizer is None:
-            return [""] * len(samples)
+            return [None] * len(samples)
         token_ids = [sample.tolist() for sample in samples]
         return list(self.tokenizer.batch_decode(token_ids, skip_special_tokens=True))
 
@@ -203,7 +206,8 @@ def plan(
     Raises:
         UserError: the job as a whole or the model is unusable.
     """
-    engine_config = EngineConfig(model=model, **config)
+    tokenizer_name = tokenizer if isinstance(tokenizer, str) else None
+    engine_config = EngineConfig(model=model, tokenizer=tokenizer_name, **config)
     source = resolve_model(model)
     model_config = load_config(source)
     check_supported(model_config)
@@ -226,6 +230,14 @@ def _execution_device(name: str) -> torch.device:
     device = torch.device("cpu") if name == "auto" else resolve_device(name)
     _check_device(device)
     return device
+
+
+def _check_kind(model: object, config: dict[str, Any]) -> None:
+    if not isinstance(model, (str, os.PathLike, PreTrainedModel)):
+        kind = f"{type(model).__module__}.{type(model).__qualname__}"
+        raise UserError(f"model is a {kind}, must be a path, a hub id or a transformers model: unwrap it")
+    if isinstance(model, PreTrainedModel) and config.get("dtype", "auto") != "auto":
+        raise UserError("dtype is for models that are loaded: convert a live module with model.to(dtype)")
 
 
 def _check_device(device: torch.device) -> None:

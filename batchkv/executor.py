@@ -18,7 +18,7 @@ from batchkv.sampler import InvalidLogitsError, Sampled, SamplingBatch, sample
 from batchkv.scheduler import Scheduler
 from batchkv.sequence import GeneratedTokens
 from batchkv.step import Step
-from batchkv.tokenization import TokenArena
+from batchkv.token_arena import TokenArena
 from batchkv.writer import Completion
 
 Int64Array = npt.NDArray[np.int64]

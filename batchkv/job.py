@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
+import numpy.typing as npt
 import pyarrow as pa
 
 from batchkv.errors import RowError, UserError
@@ -27,7 +28,7 @@ from batchkv.io.prompts import Message, Prompt, read_prompts
 from batchkv.io.read import Jobs, JobTable, read_jobs
 from batchkv.sampling_params import SamplingParams
 
-__all__ = ["Job", "Jobs", "Message", "Prompt", "read_job"]
+__all__ = ["Job", "Jobs", "Message", "Prompt", "output_offsets", "read_job"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,6 +65,8 @@ def read_job(jobs: Jobs, defaults: SamplingParams, *, limit: int | None = None) 
     Raises:
         UserError: no row of the job can be run: it cannot be read, or its columns are not those of a job.
     """
+    if limit is not None and limit < 0:
+        raise UserError(f"limit is {limit}, must be 0 or more")
     table = read_jobs(jobs)
     if limit is not None:
         table = table.head(limit)
@@ -77,6 +80,16 @@ def read_job(jobs: Jobs, defaults: SamplingParams, *, limit: int | None = None) 
         prompts[row] = None
         params[row] = defaults
     return Job(ids, prompts, params, dict(sorted(errors.items())), _carried(table))
+
+
+def output_offsets(job: Job, errors: Mapping[int, RowError]) -> npt.NDArray[np.int64]:
+    """Where each row's samples lie in the result: row i has slots [offsets[i], offsets[i + 1]).
+
+    int64 [rows + 1]. A row has `n` slots, a row with an error (in `job` or in `errors`) has one.
+    """
+    counts = np.fromiter((params.n for params in job.params), dtype=np.int64, count=job.num_rows)
+    counts[[*errors, *job.errors]] = 1
+    return np.concatenate([np.zeros(1, dtype=np.int64), np.cumsum(counts)])
 
 
 def _check_columns(table: JobTable) -> None:

@@ -128,8 +128,9 @@ class MemoryPlan:
         page_size: tokens per page.
         pool_pages: pages of each group that are allocated: what the plan needs, never more than the budget.
         slack_pages: of these, pages of each group kept for the chunk being prefilled (behind a window only).
-        window_rows: sequences in flight that always fit.
-        peak_tokens: most tokens of KV held at once, in whole pages.
+        window_rows: consecutive sequences that fit at any point of the order.
+        is_tight: whether the budget, not `max_rows`, limits how many are in flight.
+        peak_tokens: most tokens of KV that can be held at once, in whole pages: the pool.
         budget_tokens: tokens of KV that the budget has room for.
         bytes_per_token: KV bytes of one token in all layers.
     """
@@ -138,6 +139,7 @@ class MemoryPlan:
     pool_pages: tuple[int, ...]
     slack_pages: tuple[int, ...]
     window_rows: int
+    is_tight: bool
     peak_tokens: int
     budget_tokens: int
     bytes_per_token: int
@@ -152,7 +154,8 @@ def plan_memory(
         None if not even one sequence at a time fits in pages of this size.
     """
     page_bytes = np.array(layout.group_bytes_per_token) * costs.page_size
-    is_windowed = np.array([window is not None for window in layout.windows])
+    # slack is for prefill: nothing to run, nothing to spare
+    is_windowed = np.array([window is not None and costs.sequences.shape[1] > 0 for window in layout.windows])
     chunk_pages = -(-max_batch_tokens // costs.page_size)
     for slack in (is_windowed * (chunk_pages + LEAST_SLACK_PAGES), is_windowed * LEAST_SLACK_PAGES):
         rows = _most_rows(costs, slack, page_bytes, budget_bytes, max_rows)
@@ -161,7 +164,8 @@ def plan_memory(
     else:
         return None
     pages = costs.peak(rows) + slack
-    if rows < max_rows:
+    is_tight = rows < max_rows
+    if is_tight:
         rest = budget_bytes - int(pages @ page_bytes)
         pages += pages * rest // int(pages @ page_bytes)
     return MemoryPlan(
@@ -169,6 +173,7 @@ def plan_memory(
         pool_pages=tuple(pages.tolist()),
         slack_pages=tuple(slack.tolist()),
         window_rows=rows,
+        is_tight=is_tight,
         peak_tokens=-(-int(pages @ page_bytes) // layout.bytes_per_token),
         budget_tokens=budget_bytes // layout.bytes_per_token,
         bytes_per_token=layout.bytes_per_token,

@@ -8,6 +8,8 @@ from dataclasses import dataclass
 from time import perf_counter
 from typing import Any
 
+import numpy as np
+
 from batchkv.errors import RowError
 from batchkv.job_plan import Plan
 
@@ -54,7 +56,7 @@ def summarize(plan: Plan, errors: Mapping[int, RowError], metrics: RunMetrics) -
     running_s = metrics.elapsed_s - metrics.load_s
     return {
         "rows": plan.rows,
-        "samples": int((plan.sequences.output_sequence >= 0).sum()),
+        "samples": int((~np.isin(plan.sequences.output_row, list(errors))).sum()),
         "ok": plan.rows - len(errors),
         "errors": len(errors),
         "prompt_tokens": plan.prompt_tokens,

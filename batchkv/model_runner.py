@@ -73,11 +73,13 @@ class ModelRunner:
 @contextmanager
 def paged_attention_of(model: PreTrainedModel) -> Iterator[None]:
     """The model in evaluation mode with our attention; as it was before, afterwards."""
-    implementation, was_training = model.config._attn_implementation, model.training
-    model.set_attn_implementation(IMPLEMENTATION)
-    model.train(False)
+    implementation = model.config._attn_implementation
+    was_training = [(module, module.training) for module in model.modules()]
     try:
+        model.set_attn_implementation(IMPLEMENTATION)
+        model.train(False)
         yield
     finally:
         model.set_attn_implementation(implementation)
-        model.train(was_training)
+        for module, training in was_training:
+            module.training = training

@@ -23,7 +23,7 @@ from batchkv.planner import Limits, make_plan
 from batchkv.sampling_params import SamplingParams
 from batchkv.scheduler import Scheduler
 from batchkv.sequence import GeneratedTokens
-from batchkv.tokenization import TokenArena
+from batchkv.token_arena import TokenArena
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
@@ -59,7 +59,8 @@ def _largest_difference(model: PreTrainedModel) -> float:
     ours, tokens = _run(model, _prompts(model.config.vocab_size))
     theirs = [_eager(model, sequence) for sequence in tokens]
     scale = torch.cat(theirs).std()
-    return max(float((a - b).abs().max() / scale) for a, b in zip(ours, theirs, strict=True))
+    differences = torch.stack([(a - b).abs().max() for a, b in zip(ours, theirs, strict=True)])
+    return float(differences.max() / scale)  # NaN if any is
 
 
 def _prompts(vocab_size: int) -> list[npt.NDArray[np.int32]]:

@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from batchkv.errors import RowError
-from batchkv.job import Job
+from batchkv.job import Job, output_offsets
 from batchkv.job_plan import Plan, SharedPrefix, rows_below
 from batchkv.kv_layout import KVLayout
 from batchkv.memory_plan import (
@@ -23,9 +23,8 @@ from batchkv.memory_plan import (
 )
 from batchkv.sampling_params import SamplingParams
 from batchkv.sequence import SequenceTable
-from batchkv.tokenization import TokenArena
+from batchkv.token_arena import TokenArena
 from batchkv.trie import PrefixTrie, build_trie
-from batchkv.writer import output_offsets
 
 _TOP_PREFIXES = 20
 _PREVIEW_TOKENS = 24
@@ -107,8 +106,9 @@ def make_plan(
     if ordered is None:  # pages of sharers do not fit into a budget that has room for each alone
         trie = build_trie(arena, np.arange(job.num_rows))
         ordered = _best_order(job, arena, errors, layout, limits, trie)
-    if ordered is None:
-        raise RuntimeError("a row passed check_kv_budget and does not fit the budget")
+        if ordered is None:
+            raise RuntimeError("a row passed check_kv_budget and does not fit the budget")
+        ordered = replace(ordered, name=f"{ordered.name}, nothing shared: the KV budget has no room for it")
     return Plan(
         trie=ordered.trie,
         sequences=ordered.sequences,
@@ -130,6 +130,11 @@ class _Ordered:
     sequences: SequenceTable
     costs: PageCosts
     memory: MemoryPlan
+
+    def peak_bytes(self, layout: KVLayout) -> int:
+        """KV bytes of the window of sequences that fits."""
+        pages = self.costs.peak(self.memory.window_rows)
+        return int(pages @ np.array(layout.group_bytes_per_token)) * self.costs.page_size
 
 
 def _best_order(
@@ -163,7 +168,7 @@ def _best_order(
             if memory is not None:
                 candidates.append(_Ordered(name, in_order, sequences, costs, memory))
         if candidates:
-            return min(candidates, key=lambda c: (-c.memory.window_rows, c.memory.peak_tokens))
+            return min(candidates, key=lambda c: (-c.memory.window_rows, c.peak_bytes(layout)))
         page_size //= 2
     return None
 
@@ -175,12 +180,12 @@ def child_orders(trie: PrefixTrie, job: Job, new_tokens: npt.NDArray[np.int64]) 
     """
     has_prompt = trie.row_prompt >= 0
     own = trie.lengths.astype(np.int64)
-    samples = np.fromiter((params.n for params in job.params), np.int64, job.num_rows)
+    samples = np.fromiter((1 if p.greedy else p.n for p in job.params), np.int64, job.num_rows)
     output = np.bincount(trie.row_prompt[has_prompt], (new_tokens * samples)[has_prompt], minlength=trie.num_prompts)
     np.add.at(own, trie.prompt_node, output.astype(np.int64))
     before = np.concatenate([[0], np.cumsum(own)])
     subtree_end = np.searchsorted(trie.prompt_lo, trie.prompt_hi)
-    weight = (before[subtree_end] - before[np.arange(trie.num_nodes)]) / (trie.prompt_hi - trie.prompt_lo).clip(1)
+    weight = (before[subtree_end] - before[:-1]) / (trie.prompt_hi - trie.prompt_lo).clip(1)
     return {"longest first": -weight, "long and short in turn": _alternate(trie, -weight)}
 
 
@@ -212,7 +217,6 @@ def list_sequences(
         first = len(prompts)
         count = params.n
         if params.greedy:
-            # without sharing every row is computed on its own, whatever its twins do
             twin = (prompt, _what_decides(params))
             first = greedy.setdefault(twin, first)
             count = 1 if first == len(prompts) else 0

@@ -1,7 +1,8 @@
-"""From a job to a plan: read, tokenize, check against the model, plan. Needs a tokenizer and a config, no weights."""
+"""From a job to a plan: tokenize, check against the model, plan. Needs a tokenizer and a config, no weights."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -12,7 +13,8 @@ from batchkv.job_plan import Plan
 from batchkv.kv_layout import KVLayout, layer_specs
 from batchkv.metrics import RunMetrics
 from batchkv.planner import Detokenize, Limits, check_kv_budget, make_plan
-from batchkv.tokenization import TokenArena, check_prompts, tokenize
+from batchkv.token_arena import TokenArena
+from batchkv.tokenization import check_prompts, tokenize
 
 if TYPE_CHECKING:
     import numpy as np
@@ -87,6 +89,8 @@ def prepare(
     with metrics.timed("tokenize"):
         arena, errors = tokenize(job, tokenizer)
         errors = {**errors, **job.errors}
+        if tokenizer is None:
+            errors |= _without_text(job, errors)
         errors |= check_prompts(
             arena, job, vocab_size=facts.vocab_size, context_length=facts.context_length, errors=errors
         )
@@ -96,6 +100,12 @@ def prepare(
         arena = arena.with_rows_dropped(errors)
         plan = make_plan(job, arena, errors, facts.layout, limits, _preview(tokenizer))
     return PreparedJob(job, arena, errors, plan)
+
+
+def _without_text(job: Job, errors: Mapping[int, RowError]) -> dict[int, RowError]:
+    """Rows with stop strings, which are found in text: without a tokenizer there is none."""
+    error = RowError("bad_parameter", "stop is set, but there is no tokenizer to find it: name one, or stop_token_ids")
+    return {row: error for row, params in enumerate(job.params) if params.stop and row not in errors}
 
 
 def _preview(tokenizer: PreTrainedTokenizerBase | None) -> Detokenize | None:

@@ -39,16 +39,13 @@ class Residency:
         self._in_flight_below = np.zeros(num_nodes, np.int64)
         self._unfinished_below = plan.costs.last_sequence - plan.costs.first_sequence + 1
         self._in_flight = np.zeros(num_sequences, bool)
+        self.num_in_flight = 0
         self._sequence_handle = np.full(num_sequences, _NONE, np.int64)
         self._expected = np.zeros_like(plan.costs.sequences)
         self._length = plan.trie.end[plan.trie.prompt_node[plan.sequences.prompt]].astype(np.int64)
         self._ended_shares = _MeanAndDeviation()
 
     # -- questions
-
-    @property
-    def num_in_flight(self) -> int:
-        return int(self._in_flight.sum())
 
     @property
     def is_overcommitted(self) -> bool:
@@ -81,6 +78,7 @@ class Residency:
         self._expected[:, sequence] = self._expected_pages(sequence, num_generated)
         self._committed += self._expected[:, sequence]
         self._in_flight[sequence] = True
+        self.num_in_flight += 1
         self._in_flight_below[self._plan.trie.path(self.node_of(sequence))] += 1
         return missing
 
@@ -128,6 +126,7 @@ class Residency:
         self._committed -= self._expected[:, sequence]
         self._expected[:, sequence] = 0
         self._in_flight[sequence] = False
+        self.num_in_flight -= 1
         self._in_flight_below[self._plan.trie.path(node)] -= 1
 
     def drop_idle_nodes(self, *, keep_above: int | None = None) -> list[int]:
@@ -162,7 +161,8 @@ class Residency:
 
     def _expected_pages(self, sequence: int, num_generated: int) -> Int64Array:
         most = int(self._plan.sequences.max_new_tokens[sequence])
-        share = self._ended_shares.upper() if self._ended_shares.count >= _ENOUGH_ENDED else 1.0
+        may_expect_less = self._plan.memory.is_tight and self._ended_shares.count >= _ENOUGH_ENDED
+        share = self._ended_shares.upper() if may_expect_less else 1.0
         # a sequence that was preempted is not let in again before it fits to its end
         new_tokens = most if num_generated > 1 else min(most, max(math.ceil(share * most), num_generated + 1))
         stored = self._length[sequence] + new_tokens - 1

@@ -5,6 +5,9 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+MAX_INT32 = 2**31 - 1
+MAX_SAMPLES = 2**16  # one row with more would take the whole job's memory
+
 
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
@@ -40,13 +43,17 @@ class SamplingParams:
     logprobs: bool = False
 
     def __post_init__(self) -> None:
-        _require(self.n >= 1, "n", self.n, "at least 1")
-        _require(self.max_tokens >= 1, "max_tokens", self.max_tokens, "at least 1")
+        # one string, and lists, are what other engines take
+        object.__setattr__(self, "stop", (self.stop,) if isinstance(self.stop, str) else tuple(self.stop))
+        object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids))
+        object.__setattr__(self, "top_k", 0 if self.top_k == -1 else self.top_k)
+        _require(1 <= self.n <= MAX_SAMPLES, "n", self.n, f"from 1 to {MAX_SAMPLES}")
+        _require(1 <= self.max_tokens <= MAX_INT32, "max_tokens", self.max_tokens, f"from 1 to {MAX_INT32}")
         _require(
             math.isfinite(self.temperature) and self.temperature >= 0, "temperature", self.temperature, "0 or more"
         )
         _require(0 < self.top_p <= 1, "top_p", self.top_p, "in (0, 1]")
-        _require(self.top_k >= 0, "top_k", self.top_k, "0 (off) or more")
+        _require(0 <= self.top_k <= MAX_INT32, "top_k", self.top_k, "0 or -1 (off) or more")
         _require(0 <= self.min_p <= 1, "min_p", self.min_p, "in [0, 1]")
         _require(-(1 << 63) <= self.seed < 1 << 64, "seed", self.seed, "a 64-bit integer")
         _require(all(self.stop), "stop", list(self.stop), "strings that are not empty")

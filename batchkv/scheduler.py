@@ -19,7 +19,7 @@ from batchkv.kv_layout import KVLayout
 from batchkv.residency import Residency
 from batchkv.sequence import GeneratedTokens
 from batchkv.step import AttentionBatch, Step
-from batchkv.tokenization import TokenArena
+from batchkv.token_arena import TokenArena
 
 Int64Array = npt.NDArray[np.int64]
 

@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
 from typing import Any, Protocol
 
 import jinja2
 import numpy as np
-import numpy.typing as npt
 
 from batchkv.errors import RowError, UserError
 from batchkv.job import Job, Message
-
-TokenIds = npt.NDArray[np.int32]
+from batchkv.token_arena import TokenArena, TokenIds
 
 # Texts handed to the tokenizer at once: enough to keep its threads busy, few enough to keep memory flat.
 BATCH_TEXTS = 1024
@@ -30,46 +27,6 @@ class Tokenizer(Protocol):
     def __call__(self, text: Any, **options: Any) -> Any: ...
 
     def apply_chat_template(self, conversation: Any, **options: Any) -> Any: ...
-
-
-@dataclass(frozen=True, slots=True)
-class TokenArena:
-    """The prompts of all rows, one after the other: row i is `tokens[offsets[i] : offsets[i + 1]]`.
-
-    Attributes:
-        tokens: int32 [total].
-        offsets: int64 [rows + 1]; a row with an error has no tokens.
-    """
-
-    tokens: TokenIds
-    offsets: npt.NDArray[np.int64]
-
-    @classmethod
-    def from_rows(cls, rows: Sequence[TokenIds]) -> TokenArena:
-        offsets = np.zeros(len(rows) + 1, dtype=np.int64)
-        np.cumsum([len(row) for row in rows], out=offsets[1:])
-        return cls(np.concatenate([_NO_TOKENS, *rows]), offsets)
-
-    @property
-    def num_rows(self) -> int:
-        return len(self.offsets) - 1
-
-    @property
-    def lengths(self) -> npt.NDArray[np.int64]:
-        """Tokens of each row: int64 [rows]."""
-        return np.diff(self.offsets)
-
-    def row(self, i: int) -> TokenIds:
-        """A view of row i."""
-        return self.tokens[self.offsets[i] : self.offsets[i + 1]]
-
-    def with_rows_dropped(self, rows: Iterable[int]) -> TokenArena:
-        """The same arena with `rows` (those that have an error) left without tokens."""
-        keep = np.ones(self.num_rows, dtype=np.bool_)
-        keep[list(rows)] = False
-        offsets = np.zeros_like(self.offsets)
-        np.cumsum(np.where(keep, self.lengths, 0), out=offsets[1:])
-        return TokenArena(self.tokens[np.repeat(keep, self.lengths)], offsets)
 
 
 def tokenize(job: Job, tokenizer: Tokenizer | None) -> tuple[TokenArena, dict[int, RowError]]:

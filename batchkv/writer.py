@@ -13,7 +13,7 @@ import pyarrow as pa
 
 from batchkv.errors import RowError
 from batchkv.io.columns import RESULT_COLUMNS
-from batchkv.job import Job
+from batchkv.job import Job, output_offsets
 from batchkv.stopping import cut
 
 SUMMARY_KEY = b"batchkv.summary"
@@ -40,23 +40,13 @@ class Completion:
     stop_string: str | None = None
 
 
-def output_offsets(job: Job, errors: Mapping[int, RowError]) -> Int64s:
-    """Where each row's samples lie in the result: row i has slots [offsets[i], offsets[i + 1]).
-
-    int64 [rows + 1]. A row has `n` slots, a row with an error (in `job` or in `errors`) has one.
-    """
-    counts = np.fromiter((params.n for params in job.params), dtype=np.int64, count=job.num_rows)
-    counts[[*errors, *job.errors]] = 1
-    return np.concatenate([np.zeros(1, dtype=np.int64), np.cumsum(counts)])
-
-
 def result_table(
     job: Job,
     errors: Mapping[int, RowError],
     completions: Mapping[int, Completion] | Sequence[Completion | None],
     num_prompt_tokens: npt.NDArray[np.integer[Any]],
     num_cached_tokens: npt.NDArray[np.integer[Any]],
-    detokenize: Callable[[list[npt.NDArray[np.int32]]], list[str]],
+    detokenize: Callable[[list[npt.NDArray[np.int32]]], list[str] | list[None]],
 ) -> pa.Table:
     """The result, one row per slot of `output_offsets`.
 
@@ -66,7 +56,7 @@ def result_table(
         completions: by slot; a slot of a row with an error has none.
         num_prompt_tokens: int [rows].
         num_cached_tokens: int [slots], prompt tokens that were not computed for this slot.
-        detokenize: decodes without special tokens; called once, with each distinct completion once.
+        detokenize: decodes without special tokens, or gives None; called once, with each distinct completion once.
 
     Raises:
         KeyError: a slot of a row without an error has no completion.
@@ -154,7 +144,7 @@ def _texts(
     job: Job,
     rows: Int64s,
     samples: Sequence[Completion | None],
-    detokenize: Callable[[list[npt.NDArray[np.int32]]], list[str]],
+    detokenize: Callable[[list[npt.NDArray[np.int32]]], list[str] | list[None]],
 ) -> list[str | None]:
     """The text of each slot, cut before a stop string; a shared completion is decoded once."""
     distinct = {id(sample): sample.token_ids for sample in samples if sample is not None}

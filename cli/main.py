@@ -6,13 +6,17 @@ import os
 import signal
 import sys
 from types import FrameType
+from typing import Any
 
 import typer
-from batchkv.cli import plan, run
 
+from batchkv.cli import plan, run
 from batchkv.errors import UserError
 
 USER_ERROR, INTERRUPTED = 2, 130
+
+# What typer raises for options it does not know or cannot read. Its releases differ in where that class is.
+_CommandLineError: Any = typer.BadParameter.__mro__[2]
 
 app = typer.Typer(
     name="batchkv",
@@ -30,16 +34,22 @@ def main() -> None:
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, _interrupt)
     try:
-        app()
+        sys.exit(app(standalone_mode=False))
     except UserError as error:
-        print(f"batchkv: {error}", file=sys.stderr)
-        sys.exit(USER_ERROR)
+        _fail(str(error))
+    except _CommandLineError as error:
+        _fail(f"{error.format_message() or 'name a verb: run or plan'} (see batchkv --help)")
     except BrokenPipeError:  # `batchkv plan ... | head`; what is left in the buffer must not raise again
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
+def _fail(message: str) -> None:
+    print(f"batchkv: {message}", file=sys.stderr)
+    sys.exit(USER_ERROR)
+
+
 def _interrupt(number: int, frame: FrameType | None) -> None:
-    print("\nbatchkv: interrupted, no results were written", file=sys.stderr)
+    print("\nbatchkv: interrupted", file=sys.stderr)
     raise SystemExit(INTERRUPTED)
 
 

@@ -6,7 +6,6 @@ from typing import Annotated, Any
 
 import typer
 
-from batchkv.config import DEFAULT_KV_MEMORY, DEFAULT_MODEL
 from batchkv.errors import UserError
 from batchkv.sampling_params import SamplingParams
 
@@ -36,7 +35,7 @@ MaxBatchRows = Annotated[int, _option("Most sequences in flight.", _MEMORY)]
 NoPrefixSharing = Annotated[
     bool, _option("Prefill every row on its own: the baseline.", _MEMORY, "--no-prefix-sharing")
 ]
-Limit = Annotated[int | None, _option("Only the first N rows.", _JOB)]
+Limit = Annotated[int | None, typer.Option(min=0, help="Only the first N rows.", rich_help_panel=_JOB)]
 N = Annotated[int, _option("Samples per row.", _SAMPLING, "--n")]
 MaxTokens = Annotated[int, _option("Most tokens generated per sample.", _SAMPLING)]
 Temperature = Annotated[float, _option("0 is greedy.", _SAMPLING)]
@@ -48,7 +47,6 @@ Stop = Annotated[list[str] | None, _option("A string that ends the text; repeata
 Logprobs = Annotated[bool, _option("Return log-probabilities of the sampled tokens.", _SAMPLING, "--logprobs")]
 
 DEFAULTS = SamplingParams()
-__all__ = ["DEFAULT_KV_MEMORY", "DEFAULT_MODEL"]
 
 
 def sampling_params(**flags: Any) -> SamplingParams:

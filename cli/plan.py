@@ -3,25 +3,27 @@
 from __future__ import annotations
 
 import json
-from enum import Enum
+from enum import StrEnum
 from typing import Annotated
 
 import typer
+
 from batchkv.cli import options
+from batchkv.config import DEFAULT_KV_MEMORY, DEFAULT_MODEL
 
 
-class Format(str, Enum):
+class Format(StrEnum):
     text = "text"
     json = "json"
 
 
 def plan(
     jobs: options.Jobs,
-    model: options.Model = options.DEFAULT_MODEL,
+    model: options.Model = DEFAULT_MODEL,
     tokenizer: options.Tokenizer = None,
     dtype: options.Dtype = "auto",
     device: options.Device = "auto",
-    kv_memory: options.KvMemory = options.DEFAULT_KV_MEMORY,
+    kv_memory: options.KvMemory = DEFAULT_KV_MEMORY,
     max_batch_tokens: options.MaxBatchTokens = 0,
     max_batch_rows: options.MaxBatchRows = 256,
     no_prefix_sharing: options.NoPrefixSharing = False,

@@ -9,8 +9,9 @@ from time import perf_counter
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from batchkv.cli import options
 
+from batchkv.cli import options
+from batchkv.config import DEFAULT_KV_MEMORY, DEFAULT_MODEL
 from batchkv.errors import UserError
 from batchkv.io.write import check_writable, write_table
 
@@ -24,11 +25,11 @@ _ROW_ERRORS = 3
 def run(
     jobs: options.Jobs,
     out: Annotated[Path, typer.Option(help="Where the results go: .parquet, .arrow or .jsonl.")],
-    model: options.Model = options.DEFAULT_MODEL,
+    model: options.Model = DEFAULT_MODEL,
     tokenizer: options.Tokenizer = None,
     dtype: options.Dtype = "auto",
     device: options.Device = "auto",
-    kv_memory: options.KvMemory = options.DEFAULT_KV_MEMORY,
+    kv_memory: options.KvMemory = DEFAULT_KV_MEMORY,
     max_batch_tokens: options.MaxBatchTokens = 0,
     max_batch_rows: options.MaxBatchRows = 256,
     no_prefix_sharing: options.NoPrefixSharing = False,
@@ -54,6 +55,7 @@ def run(
     Exit codes: 0 every row ok, 3 some rows have errors, 2 the command, the job or the model is unusable.
     """
     check_writable(out, overwrite=overwrite)
+    _check_apart(out, summary, jobs)
     sampling = options.sampling_params(
         n=n,
         max_tokens=max_tokens,
@@ -78,7 +80,12 @@ def run(
         no_prefix_sharing=no_prefix_sharing,
     )
     bar = ProgressBar(quiet=quiet)
-    table = engine.run(options.job_paths(jobs), sampling, limit=limit, progress_bar=bar.start)
+
+    def start(prepared: PreparedJob) -> Progress:
+        check_writable(out, overwrite=overwrite, schema=prepared.job.carried.schema)  # before hours of work
+        return bar.start(len(prepared.plan.sequences))
+
+    table = engine.run(options.job_paths(jobs), sampling, limit=limit, on_prepared=start)
     bar.close()
     totals = finish(table, out)
     if summary:
@@ -94,6 +101,19 @@ def run(
         raise typer.Exit(_ROW_ERRORS)
 
 
+def _check_apart(out: Path, summary: Path | None, jobs: list[str]) -> None:
+    """No output replaces an input, and the summary has a folder to go to.
+
+    Raises:
+        UserError: names the file.
+    """
+    for name, path in (("--out", out), ("--summary", summary)):
+        if path is not None and path.resolve() in {Path(job).resolve() for job in jobs}:
+            raise UserError(f"{name} {path} is the job file itself: name another file")
+    if summary is not None and (summary.is_dir() or not summary.parent.is_dir()):
+        raise UserError(f"--summary {summary}: name a file in a folder that is there")
+
+
 class ProgressBar:
     """Rows, tokens per second and time left; silent when nobody watches."""
 
@@ -101,13 +121,11 @@ class ProgressBar:
         self._disable = quiet or not sys.stderr.isatty()
         self._bar: Any = None
 
-    def start(self, prepared: PreparedJob) -> Progress:
+    def start(self, num_sequences: int) -> Progress:
         from tqdm import tqdm
 
         tokens = 0
-        bar = self._bar = tqdm(
-            total=len(prepared.plan.sequences), unit=" samples", disable=self._disable, dynamic_ncols=True
-        )
+        bar = self._bar = tqdm(total=num_sequences, unit=" samples", disable=self._disable, dynamic_ncols=True)
 
         def advance(ended: int, generated: int) -> None:
             nonlocal tokens

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
-from batchkv.kernels.attention import AttentionBackend, copied_slots
 
+from batchkv.kernels.attention import AttentionBackend, copied_slots
 from batchkv.step import AttentionBatch
 
 
@@ -45,7 +45,7 @@ class ReferenceAttention(AttentionBackend[ReferenceKV, AttentionBatch]):
     def store(self, kv: ReferenceKV, plan: AttentionBatch, key_KTD: torch.Tensor, value_KTD: torch.Tensor) -> None:
         slots = torch.from_numpy(plan.slots)
         for pool, new in ((kv.key_SKD, key_KTD), (kv.value_SKD, value_KTD)):
-            pool[slots] = new.transpose(0, 1)
+            pool[slots] = new.transpose(0, 1).to(pool.dtype)
             for copies in plan.copies:
                 src, dst = copied_slots(copies, plan.page_size)
                 pool[torch.from_numpy(dst)] = pool[torch.from_numpy(src)]

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
+from batchkv.intervals import intervals_from_lcp
 from batchkv.step import AttentionBatch
-from batchkv.trie import intervals_from_lcp
 
 Int64Array = npt.NDArray[np.int64]
 

@@ -17,10 +17,10 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 import torch
+
 from batchkv.kernels.attention import AttentionBackend, copied_slots
 from batchkv.kernels.merge_states import MergePlan, merge_states, plan_merge
 from batchkv.kernels.shared_segments import SharedSegments, find_shared_segments
-
 from batchkv.step import AttentionBatch
 
 KEYS_PER_TILE = 512
@@ -165,7 +165,7 @@ class TorchAttention(AttentionBackend[TorchKV, TorchWorkPlan]):
     def store(self, kv: TorchKV, plan: TorchWorkPlan, key_KTD: torch.Tensor, value_KTD: torch.Tensor) -> None:
         for pool_KPSD, new_KTD in ((kv.key_KPSD, key_KTD), (kv.value_KPSD, value_KTD)):
             slots_KSD = pool_KPSD.flatten(1, 2)
-            slots_KSD[:, plan.slots] = new_KTD
+            slots_KSD[:, plan.slots] = new_KTD.to(slots_KSD.dtype)
             for src, dst in plan.copied:
                 slots_KSD[:, dst] = slots_KSD[:, src]
 

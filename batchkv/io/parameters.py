@@ -18,15 +18,12 @@ from batchkv.io.columns import (
     distinct,
     shown,
 )
-from batchkv.sampling_params import SamplingParams
+from batchkv.sampling_params import MAX_INT32, MAX_SAMPLES, SamplingParams
 
 # What cells set, by parameter.
 Values: TypeAlias = dict[str, Any]
 # A column: the code of each row's cell, int64 [rows], and what each distinct cell sets, by code.
 _Layer: TypeAlias = "tuple[npt.NDArray[np.int64], list[Values | RowError]]"
-
-MAX_INT32 = 2**31 - 1
-MAX_SAMPLES = 2**16
 
 
 def read_parameters(

@@ -12,8 +12,8 @@ import polars as pl
 import pyarrow as pa
 import pyarrow.feather
 import pytest
-from batchkv.cli.main import main
 
+from batchkv.cli.main import main
 from tests.tiny_models import FAMILIES, save_tiny
 
 

@@ -10,12 +10,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from batchkv.kernels.attention import AttentionBackend
-from batchkv.kernels.reference import ReferenceAttention
-from batchkv.kernels.torch_cpu import TorchAttention
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from batchkv.kernels.attention import AttentionBackend
+from batchkv.kernels.reference import ReferenceAttention
+from batchkv.kernels.torch_cpu import TorchAttention
 from batchkv.kv_cache import KVCache
 from batchkv.step import AttentionBatch
 

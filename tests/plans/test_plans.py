@@ -15,7 +15,8 @@ from batchkv.job_plan import Plan
 from batchkv.kv_layout import KVLayout, LayerSpec
 from batchkv.planner import Limits, check_kv_budget, make_plan
 from batchkv.sampling_params import SamplingParams
-from batchkv.tokenization import TokenArena, tokenize
+from batchkv.token_arena import TokenArena
+from batchkv.tokenization import tokenize
 from tests.conftest import WORKLOADS
 
 # SmolLM2-135M in two bytes: 23,040 bytes per token

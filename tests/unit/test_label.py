@@ -6,10 +6,10 @@ from pathlib import Path
 
 import polars as pl
 import pytest
-from batchkv.recipes import label as recipe
 from typer.testing import CliRunner
 
 from batchkv.errors import UserError
+from batchkv.recipes import label as recipe
 
 LABELS = ("billing", "bug", "account")
 

@@ -21,7 +21,7 @@ from batchkv.memory_plan import (
     sequence_pages,
 )
 from batchkv.sequence import SequenceTable
-from batchkv.tokenization import TokenArena
+from batchkv.token_arena import TokenArena
 from batchkv.trie import PrefixTrie, build_trie
 
 FULL, SLIDING = LayerSpec(1, 1, 1, None), LayerSpec(1, 1, 1, 5)

@@ -16,12 +16,12 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 import pytest
-from batchkv.kernels.shared_segments import find_shared_segments
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from batchkv.job import Job
 from batchkv.job_plan import Plan
+from batchkv.kernels.shared_segments import find_shared_segments
 from batchkv.kv_layout import KVLayout, LayerSpec
 from batchkv.memory_plan import LEAST_SLACK_PAGES, page_costs
 from batchkv.planner import Limits, check_kv_budget, list_sequences, make_plan
@@ -29,7 +29,7 @@ from batchkv.sampling_params import SamplingParams
 from batchkv.scheduler import Scheduler
 from batchkv.sequence import GeneratedTokens
 from batchkv.step import AttentionBatch, Step
-from batchkv.tokenization import TokenArena
+from batchkv.token_arena import TokenArena
 from batchkv.trie import build_trie
 
 Text = tuple[int, ...]

@@ -14,7 +14,8 @@ from transformers import PreTrainedTokenizerFast
 from batchkv.errors import RowError, UserError
 from batchkv.job import Job, read_job
 from batchkv.sampling_params import SamplingParams
-from batchkv.tokenization import TokenArena, check_prompts, tokenize
+from batchkv.token_arena import TokenArena
+from batchkv.tokenization import check_prompts, tokenize
 
 TEMPLATE = (
     "{{ bos_token }}{% for m in messages %}"

@@ -15,9 +15,9 @@ from batchkv.errors import RowError
 from batchkv.io.columns import RESULT_COLUMNS
 from batchkv.io.read import read_jobs
 from batchkv.io.write import write_table
-from batchkv.job import Job, read_job
+from batchkv.job import Job, output_offsets, read_job
 from batchkv.sampling_params import SamplingParams
-from batchkv.writer import Completion, output_offsets, result_table, summary_of, with_summary
+from batchkv.writer import Completion, result_table, summary_of, with_summary
 
 
 def detokenize(rows: list[np.ndarray]) -> list[str]:
