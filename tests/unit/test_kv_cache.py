@@ -176,7 +176,7 @@ class Cache(RuleBasedStateMachine):
         for handle, sequence in self.sequences.items():
             assert self.cache.lengths(np.array([handle])).tolist() == [len(sequence.labels)]
             for group, pages in enumerate(sequence.pages):
-                first = min(pages, default=len(sequence.labels)) * self.page_size
+                first = min(pages, default=-(-len(sequence.labels) // self.page_size)) * self.page_size
                 assert shadow.read(self.cache, group, handle, first) == sequence.labels[first:]
                 window = self.windows[group]
                 assert first <= (0 if window is None else max(len(sequence.labels) - window + 1, 0))
