@@ -62,24 +62,39 @@ def new_token_limits(job: Job, arena: TokenArena, limits: Limits) -> npt.NDArray
 
 
 def check_kv_budget(job: Job, arena: TokenArena, layout: KVLayout, limits: Limits) -> dict[int, RowError]:
-    """Rows that take more KV than the budget has even when nothing else runs: `too_long`."""
+    """Rows that take more KV than the budget has even when nothing else runs: `too_long`.
+
+    Each group of layers has a pool that holds its largest row. Where rows are largest in different groups, those
+    that need most go first.
+    """
     length = arena.lengths
     new_tokens = new_token_limits(job, arena, limits)
-    stored = length + new_tokens - 1
-    alone = np.fromiter((p.n == 1 or p.greedy for p in job.params), bool, job.num_rows)
-    needed = np.zeros(job.num_rows, np.int64)
-    for window, token_bytes in zip(layout.windows, layout.group_bytes_per_token, strict=True):
-        prompt = prefix_pages(np.zeros_like(length), length, 1, window)
-        output = sequence_pages(length, stored, alone, prompt, 1, window)
-        needed += (prompt + output + (LEAST_SLACK_PAGES if window else 0)) * token_bytes
+    token_bytes = np.array(layout.group_bytes_per_token)
+    needed = _tokens_alone(job, layout, length, new_tokens) * token_bytes[:, None]
+    total = needed.sum(axis=0)
+    order = np.argsort(-total, kind="stable")
+    pools = np.maximum.accumulate(needed[:, order[::-1]], axis=1)[:, ::-1].sum(axis=0)
     errors: dict[int, RowError] = {}
-    for row in np.flatnonzero((needed > limits.kv_bytes) & (length > 0)).tolist():
+    for row in order[(pools > limits.kv_bytes) & (length[order] > 0)].tolist():
         errors[row] = RowError(
             "too_long",
-            f"prompt of {length[row]} tokens and {new_tokens[row]} to generate need {needed[row]:,} bytes of KV cache, "
-            f"the budget is {limits.kv_bytes:,}: raise --kv-memory or lower max_tokens",
+            f"prompt of {length[row]} tokens and {new_tokens[row]} to generate need {total[row]:,} bytes of KV cache, "
+            f"the budget of {limits.kv_bytes:,} has no room for them: raise --kv-memory or lower max_tokens",
         )
-    return errors
+    return dict(sorted(errors.items()))
+
+
+def _tokens_alone(
+    job: Job, layout: KVLayout, length: npt.NDArray[np.int64], new_tokens: npt.NDArray[np.int64]
+) -> npt.NDArray[np.int64]:
+    """int64 [G, rows]: KV tokens that each row holds at most when nothing else runs; 0 without a prompt."""
+    one_sequence = np.fromiter((p.n == 1 or p.greedy for p in job.params), bool, job.num_rows)
+    tokens = []
+    for window in layout.windows:
+        prompt = prefix_pages(np.zeros_like(length), length, 1, window)
+        output = sequence_pages(length, length + new_tokens - 1, one_sequence, prompt, 1, window)
+        tokens.append(np.where(length > 0, prompt + output + (LEAST_SLACK_PAGES if window else 0), 0))
+    return np.stack(tokens)
 
 
 def make_plan(

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import os
 import signal
 import sys
 from types import FrameType
-from typing import Any
+from typing import Annotated, Any
 
 import typer
 
+from batchkv import __version__
 from batchkv.cli import plan, run
 from batchkv.errors import UserError
 
@@ -25,6 +25,23 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        print(f"batchkv {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _options(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version.")
+    ] = False,
+) -> None:
+    pass
+
+
 app.command("run")(run.run)
 app.command("plan")(plan.plan)
 
@@ -39,8 +56,6 @@ def main() -> None:
         _fail(str(error))
     except _CommandLineError as error:
         _fail(f"{error.format_message() or 'name a verb: run or plan'} (see batchkv --help)")
-    except BrokenPipeError:  # `batchkv plan ... | head`; what is left in the buffer must not raise again
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _fail(message: str) -> None:
@@ -49,7 +64,7 @@ def _fail(message: str) -> None:
 
 
 def _interrupt(number: int, frame: FrameType | None) -> None:
-    print("\nbatchkv: interrupted", file=sys.stderr)
+    print(f"batchkv: interrupted by {signal.Signals(number).name}", file=sys.stderr)
     raise SystemExit(INTERRUPTED)
 
 

@@ -9,6 +9,7 @@ from typing import Annotated
 import typer
 
 from batchkv.cli import options
+from batchkv.cli.output import say
 from batchkv.config import DEFAULT_KV_MEMORY, DEFAULT_MODEL
 
 
@@ -50,4 +51,4 @@ def plan(
         no_prefix_sharing=no_prefix_sharing,
         limit=limit,
     )
-    print(json.dumps(planned.to_json(), indent=2) if output_format is Format.json else planned.explain())
+    say(json.dumps(planned.to_json(), indent=2) if output_format is Format.json else planned.explain())

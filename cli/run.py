@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from batchkv.cli import options
+from batchkv.cli.output import say
 from batchkv.config import DEFAULT_KV_MEMORY, DEFAULT_MODEL
 from batchkv.errors import UserError
 from batchkv.io.write import check_writable, write_table
@@ -91,7 +92,7 @@ def run(
     if summary:
         write_summary(totals, summary)
     if not quiet:
-        print(describe(totals, out))
+        say(describe(totals, out))
     if totals["errors"] and not allow_row_errors:
         print(
             f"batchkv: {totals['errors']:,} of {totals['rows']:,} rows have errors: see error_code and error in {out} "
