@@ -91,8 +91,7 @@ class Executor:
 
     def _count(self, step: Step, seconds: float) -> None:
         self._metrics.count_step(step.num_tokens, step.prefill_tokens, step.recomputed_tokens, seconds)
-        held_bytes = int(self._scheduler.pages_held @ self._page_bytes)
-        held_tokens = -(-held_bytes // self._bytes_per_token)
+        held_tokens = int(self._scheduler.pages_held @ self._page_bytes) // self._bytes_per_token
         self._metrics.peak_kv_tokens = max(self._metrics.peak_kv_tokens, held_tokens)
 
     def _sample(self, step: Step, logits: torch.Tensor) -> npt.NDArray[np.int32]:

@@ -174,7 +174,7 @@ def plan_memory(
         slack_pages=tuple(slack.tolist()),
         window_rows=rows,
         is_tight=is_tight,
-        peak_tokens=-(-int(pages @ page_bytes) // layout.bytes_per_token),
+        peak_tokens=int(pages @ page_bytes) // layout.bytes_per_token,
         budget_tokens=budget_bytes // layout.bytes_per_token,
         bytes_per_token=layout.bytes_per_token,
     )

@@ -132,7 +132,7 @@ def test_more_budget_never_lets_fewer_run_and_is_never_exceeded(
         assert (costs.peak(memory.window_rows) + kept <= pool).all()
         assert pool @ page_bytes <= budget
         assert memory.budget_tokens == budget // layout.bytes_per_token
-        assert memory.peak_tokens == -(-int(pool @ page_bytes) // layout.bytes_per_token)
+        assert memory.peak_tokens == int(pool @ page_bytes) // layout.bytes_per_token
         assert memory.is_tight == (memory.window_rows < max_rows)
         if memory.window_rows < max_rows:
             assert (costs.peak(memory.window_rows + 1) + kept) @ page_bytes > budget
