@@ -5,8 +5,9 @@ sequence below it to the end of the last one. In a window of consecutive sequenc
 
     peak(rows) = max over i of  sum of pages of nodes and sequences alive while sequences (i - rows, i] are in flight
 
-The scheduler keeps to the same sum (it starts a sequence only if the pages of everything alive fit), so what is
-predicted here is a bound on what happens, whatever the order in which sequences end.
+That is what the pool is made for (or the whole budget, if it is less). The scheduler keeps to the same sum: it starts a
+sequence only if the pages of everything alive fit the pool. So the pool is a bound on what happens, whatever the order
+in which sequences end; a straggler makes the window narrower, not the pool larger.
 """
 
 from __future__ import annotations
