@@ -338,10 +338,11 @@ def _is_out_of_memory(error: Exception) -> bool:
 @contextmanager
 def _quiet_transformers() -> Iterator[None]:
     """No progress bars, warnings or retries told of, and no pull request of the bot that converts weights."""
-    from huggingface_hub.utils import logging as hub_logging
+    from huggingface_hub.utils import logging as untyped_hub_logging
     from transformers.utils import logging as untyped_logging
 
     logging: Any = untyped_logging
+    hub_logging: Any = untyped_hub_logging
 
     no_conversion = "DISABLE_SAFETENSORS_CONVERSION"
     verbosity, bars, conversion = (

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import cast
 
 MAX_INT32 = 2**31 - 1
 MAX_SAMPLES = 2**16  # one row with more would take the whole job's memory
@@ -44,7 +46,8 @@ class SamplingParams:
 
     def __post_init__(self) -> None:
         # one string, and lists, are what other engines take
-        object.__setattr__(self, "stop", (self.stop,) if isinstance(self.stop, str) else tuple(self.stop))
+        stop = cast("str | Sequence[str]", self.stop)
+        object.__setattr__(self, "stop", (stop,) if isinstance(stop, str) else tuple(stop))
         object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids))
         object.__setattr__(self, "top_k", 0 if self.top_k == -1 else self.top_k)
         _require(1 <= self.n <= MAX_SAMPLES, "n", self.n, f"from 1 to {MAX_SAMPLES}")
