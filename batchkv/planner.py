@@ -166,12 +166,13 @@ def _best_order(
     children takes less KV. Large pages are preferred to any order.
     """
     new_tokens = new_token_limits(job, arena, limits)
+    orders = {name: trie.reordered(key) for name, key in child_orders(trie, job, new_tokens).items()}
+    sequences_of = {name: list_sequences(job, in_order, errors, new_tokens) for name, in_order in orders.items()}
     page_size = limits.page_size
     while page_size:
         candidates = []
-        for name, key in child_orders(trie, job, new_tokens).items():
-            in_order = trie.reordered(key)
-            sequences = list_sequences(job, in_order, errors, new_tokens)
+        for name, in_order in orders.items():
+            sequences = sequences_of[name]
             costs = page_costs(in_order, sequences, layout, page_size)
             memory = plan_memory(
                 costs,
