@@ -83,6 +83,7 @@ class Executor:
                 token_ids = self._sample(step, logits)
                 endings = self._endings.check(step.sampled, token_ids, self._generated)
                 endings[token_ids == _NO_TOKEN] = Ending.INVALID
+            del logits  # or they would lie beside those of the next step
             self._collect(step.sampled, endings)
             self._scheduler.update(step, endings != Ending.NONE)
             self._progress(int((endings != Ending.NONE).sum()), len(step.sampled))
@@ -108,10 +109,9 @@ class Executor:
     def _sample_valid(self, step: Step, logits: torch.Tensor, at: Int64Array) -> tuple[Int64Array, Sampled]:
         """Samples for the sequences `step.sampled[at]`, without those whose logits are not finite."""
         sequences = step.sampled[at]
-        rows = torch.from_numpy(step.sampled_logits[at]).to(logits.device)
         positions = self._generated.lengths[sequences].astype(np.int64)
         try:
-            return at, sample(logits[rows], self._sampling.take(sequences), positions)
+            return at, sample(_rows(logits, step.sampled_logits[at]), self._sampling.take(sequences), positions)
         except InvalidLogitsError as invalid:
             return self._sample_valid(step, logits, np.delete(at, invalid.rows))
 
@@ -126,3 +126,10 @@ class Executor:
                     stop_string=self._endings.stop_string(sequence),
                 )
             self._generated.drop(sequence)
+
+
+def _rows(logits_LV: torch.Tensor, index: Int64Array) -> torch.Tensor:
+    """The rows at `index`; a view where they lie one after the other, for they are large."""
+    if np.array_equal(index, np.arange(len(index)) + index[:1]):
+        return logits_LV[int(index[0]) : int(index[0]) + len(index)] if len(index) else logits_LV[:0]
+    return logits_LV[torch.from_numpy(index).to(logits_LV.device)]

@@ -26,7 +26,7 @@ from batchkv.step import AttentionBatch
 KEYS_PER_TILE = 512
 QUERIES_PER_TILE = 128
 MOST_NARROW_QUERIES = 32
-_SCORE_BYTES = 16 << 20  # narrow tiles computed at once hold at most this much in scores
+_NARROW_BYTES = 8 << 20  # narrow tiles computed at once hold at most this much in scores and gathered keys and values
 _SMALLEST = -1e30  # stands for the largest score of a query that sees no key of a tile
 
 Int64Array = npt.NDArray[np.int64]
@@ -140,9 +140,9 @@ class TorchAttention(AttentionBackend[TorchKV, TorchWorkPlan]):
         device: torch.device,
     ) -> TorchKV:
         shape = (num_kv_heads, num_pages, page_size)
-        return TorchKV(
-            torch.zeros(*shape, key_dim, dtype=dtype, device=device),
-            torch.zeros(*shape, value_dim, dtype=dtype, device=device),
+        return TorchKV(  # not filled: a page costs memory when it is first written
+            torch.empty(*shape, key_dim, dtype=dtype, device=device),
+            torch.empty(*shape, value_dim, dtype=dtype, device=device),
         )
 
     def plan(self, batch: AttentionBatch) -> TorchWorkPlan:
@@ -347,9 +347,10 @@ def _attend_wide(kv: TorchKV, tile: WideTile, query_TKGD: torch.Tensor, softcap:
 def _attend_narrow(
     kv: TorchKV, tiles: NarrowTiles, query_TKGD: torch.Tensor, softcap: float | None, states: _States
 ) -> None:
-    num_kv_heads, group = query_TKGD.shape[1:3]
-    score_bytes = 4 * num_kv_heads * group * tiles.hidden_BQL[0].numel()
-    for part in tiles.split(max(1, _SCORE_BYTES // score_bytes)):
+    num_kv_heads, group, key_dim = query_TKGD.shape[1:]
+    num_queries, num_keys = tiles.hidden_BQL.shape[1:]
+    bytes_per_tile = 4 * num_kv_heads * num_keys * (group * num_queries + key_dim + kv.value_KPSD.shape[-1])
+    for part in tiles.split(max(1, _NARROW_BYTES // bytes_per_tile)):
         _attend_narrow_at_once(kv, part, query_TKGD, softcap, states)
 
 

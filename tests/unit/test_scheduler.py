@@ -457,6 +457,18 @@ def test_without_early_ends_nothing_is_preempted_however_tight_the_budget() -> N
     assert run.preempted == run.recomputed_tokens == 0
 
 
+def test_with_memory_to_spare_nothing_is_preempted_though_a_straggler_runs_on() -> None:
+    """Forty rows end early, and then come rows under a long header, while the first row goes on and on."""
+    straggler = ("9", 1, 60, (60,))
+    early = [(f"1{i // 10}{i % 10}", 1, 10, (1,)) for i in range(40)]
+    under_header = [("2" * 100 + f"{i // 10}{i % 10}", 1, 8, (8,)) for i in range(10)]
+    case = surprise(
+        straggler, *early, *under_header, layout="full", extra_bytes=100_000, rows_at_once=8, max_batch_tokens=32
+    )
+    case = replace(case, prompts=case.prompts[1:], params=case.params[1:], ends_at=case.ends_at[1:])
+    assert drive(case).preempted == 0
+
+
 def test_decode_and_prefill_share_a_step() -> None:
     rows = [(str(i) * 6, 1, 8, (8,)) for i in range(8)]
     case = surprise(*rows, layout="full", extra_bytes=10_000, rows_at_once=4, max_batch_tokens=8)
