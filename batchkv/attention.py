@@ -29,12 +29,14 @@ class StepAttention:
         specs: what each layer is expected to be.
         pages: the KV of each layer.
         plans: the work plan of each layer; layers of a group share one.
+        num_tokens: tokens of the step. Those after them fill up the forward pass: they attend to nothing.
     """
 
     backend: AttentionBackend[Any, Any]
     specs: tuple[LayerSpec, ...]
     pages: tuple[Any, ...]
     plans: tuple[Any, ...]
+    num_tokens: int
 
 
 def paged_attention(
@@ -70,9 +72,14 @@ def paged_attention(
     spec = step_attention.specs[layer]
     _check_layer(layer, spec, key, value, sliding_window)
     pages, plan = step_attention.pages[layer], step_attention.plans[layer]
-    step_attention.backend.store(pages, plan, key[0], value[0])
-    out = step_attention.backend.attend(pages, plan, query[0], scale=scaling, softcap=softcap, sinks_H=s_aux)
-    return out.unsqueeze(0), None
+    real = slice(step_attention.num_tokens)
+    backend = step_attention.backend
+    backend.store(pages, plan, key[0, :, real], value[0, :, real])
+    out_THD = backend.attend(pages, plan, query[0, :, real], scale=scaling, softcap=softcap, sinks_H=s_aux)
+    filling = query.shape[2] - len(out_THD)
+    if filling:
+        out_THD = nn.functional.pad(out_THD, (0, 0, 0, 0, 0, filling))
+    return out_THD.unsqueeze(0), None
 
 
 def _check_layer(

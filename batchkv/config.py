@@ -43,6 +43,7 @@ class EngineConfig:
         max_batch_rows: most rows in flight at once.
         page_size: tokens per KV page.
         no_prefix_sharing: prefill every row on its own (the baseline).
+        deterministic: insist that a row's results do not depend, bit for bit, on what else is computed with it.
     """
 
     model: str = DEFAULT_MODEL
@@ -54,6 +55,7 @@ class EngineConfig:
     max_batch_rows: int = 256
     page_size: int = 16
     no_prefix_sharing: bool = False
+    deterministic: bool = False
 
     def __post_init__(self) -> None:
         if self.dtype not in get_args(Dtype):

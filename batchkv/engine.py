@@ -14,13 +14,15 @@ import pyarrow as pa
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from batchkv.batch_invariance import least_rows
 from batchkv.config import DEFAULT_MODEL, EngineConfig, parse_memory_size
 from batchkv.endings import Endings
 from batchkv.errors import RowError, UserError
 from batchkv.executor import Executor, Progress
 from batchkv.job import Job, Jobs, read_job
 from batchkv.job_plan import Plan
-from batchkv.kernels.torch_cpu import TorchAttention
+from batchkv.kernels.attention import AttentionBackend
+from batchkv.kernels.selection import select_attention
 from batchkv.kv_layout import KVLayout
 from batchkv.metrics import RunMetrics, summarize
 from batchkv.model_loader import (
@@ -77,6 +79,10 @@ class Engine:
             self.model = load_model(resolve_model(name), self.config.dtype, self.device)
         self.tokenizer = _tokenizer(model, tokenizer)
         check_parity(self.model.config, type(self.model))
+        self._backend = select_attention(self.model.dtype)
+        self._least_rows = least_rows(self.model) if self._backend.is_batch_invariant else None
+        if self.config.deterministic and self._least_rows is None:
+            raise UserError(_why_not_deterministic(self.model, self._backend))
         self._facts = ModelFacts.of(self.model.config, self.model.dtype.itemsize)
         self._load_s = perf_counter() - started
 
@@ -115,7 +121,9 @@ class Engine:
         started = perf_counter()
         metrics = RunMetrics(load_s=self._load_s)
         self._load_s = 0.0  # counted once
-        prepared = self._prepare(read_job(jobs, sampling or SamplingParams(), limit=limit), metrics)
+        with metrics.timed("read"):
+            job = read_job(jobs, sampling or SamplingParams(), limit=limit)
+        prepared = self._prepare(job, metrics)
         progress = on_prepared(prepared) if on_prepared else _no_progress
         completions = self._execute(prepared, metrics, progress)
         with metrics.timed("write"):
@@ -130,8 +138,11 @@ class Engine:
                 self._detokenize,
             )
         metrics.elapsed_s = metrics.load_s + perf_counter() - started
-        summary = summarize(prepared.plan, errors, metrics)
-        return with_summary(table, summary)
+        return with_summary(table, self._summary(prepared, errors, metrics))
+
+    def _summary(self, prepared: PreparedJob, errors: dict[int, RowError], metrics: RunMetrics) -> dict[str, Any]:
+        is_invariant = self._least_rows is not None
+        return summarize(prepared.plan, errors, metrics, attention=self._backend.name, batch_invariant=is_invariant)
 
     def _prepare(self, job: Job, metrics: RunMetrics) -> PreparedJob:
         return prepare(
@@ -153,13 +164,19 @@ class Engine:
             stream_key(p.seed, ids[row], sample)
             for p, row, sample in zip(params, plan.sequences.row.tolist(), plan.sequences.sample.tolist(), strict=True)
         ]
-        backend = TorchAttention()
         with paged_attention_of(self.model):
             executor = Executor(
                 plan,
                 prepared.arena,
                 self.layout,
-                ModelRunner(self.model, self.layout, backend, plan.memory.pool_pages, plan.memory.page_size),
+                ModelRunner(
+                    self.model,
+                    self.layout,
+                    self._backend,
+                    plan.memory.pool_pages,
+                    plan.memory.page_size,
+                    self._least_rows or 1,
+                ),
                 SamplingBatch.from_params(params, keys),
                 Endings(params, plan.sequences.max_new_tokens, self.end_token_ids, self.tokenizer),
                 max_batch_rows=self.config.max_batch_rows,
@@ -185,6 +202,18 @@ class Engine:
             return [None] * len(samples)
         token_ids = [sample.tolist() for sample in samples]
         return list(self.tokenizer.batch_decode(token_ids, skip_special_tokens=True))
+
+
+def _why_not_deterministic(model: PreTrainedModel, attention: AttentionBackend[Any, Any]) -> str:
+    if not attention.is_batch_invariant:
+        return (
+            f"--deterministic needs the native attention kernel, but it was not built or has no {model.dtype}: "
+            "install a C++ compiler and batchkv again, or take --dtype float32"
+        )
+    return (
+        f"--deterministic: with {type(model).__name__} in {model.dtype} on this machine a row's matrix products depend "
+        "on the other rows of a step: take --dtype float32, or do without"
+    )
 
 
 def kv_budget_bytes(config: EngineConfig) -> int:

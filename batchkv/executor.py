@@ -78,24 +78,30 @@ class Executor:
             started = perf_counter()
             step = self._scheduler.schedule()
             logits = self._runner.forward(step)
-            self._count(step, perf_counter() - started)
-            with self._metrics.timed("sampling"):
-                token_ids = self._sample(step, logits)
-                endings = self._endings.check(step.sampled, token_ids, self._generated)
-                endings[token_ids == _NO_TOKEN] = Ending.INVALID
+            forwarded = perf_counter()
+            endings = self._sample(step, logits)
             del logits  # or they would lie beside those of the next step
-            self._collect(step.sampled, endings)
+            sampling_s = perf_counter() - forwarded
+            self._count_kv()
             self._scheduler.update(step, endings != Ending.NONE)
             self._progress(int((endings != Ending.NONE).sum()), len(step.sampled))
+            self._metrics.count_step(step, perf_counter() - started - sampling_s, sampling_s)
         self._metrics.preempted_sequences += self._scheduler.preempted_sequences
         return self._completions
 
-    def _count(self, step: Step, seconds: float) -> None:
-        self._metrics.count_step(step.num_tokens, step.prefill_tokens, step.recomputed_tokens, seconds)
+    def _count_kv(self) -> None:
         held_tokens = int(self._scheduler.pages_held @ self._page_bytes) // self._bytes_per_token
         self._metrics.peak_kv_tokens = max(self._metrics.peak_kv_tokens, held_tokens)
 
-    def _sample(self, step: Step, logits: torch.Tensor) -> npt.NDArray[np.int32]:
+    def _sample(self, step: Step, logits: torch.Tensor) -> npt.NDArray[np.int8]:
+        """Gives every sampled sequence its next token; how each of them ends with it (`Ending`, int8 [N])."""
+        token_ids = self._append_tokens(step, logits)
+        endings = self._endings.check(step.sampled, token_ids, self._generated)
+        endings[token_ids == _NO_TOKEN] = Ending.INVALID
+        self._collect(step.sampled, endings)
+        return endings
+
+    def _append_tokens(self, step: Step, logits: torch.Tensor) -> npt.NDArray[np.int32]:
         """Appends the next token of every sampled sequence; int32 [N], _NO_TOKEN where there is none."""
         token_ids = np.full(len(step.sampled), _NO_TOKEN, np.int32)
         for lo in range(0, len(step.sampled), _SAMPLED_AT_ONCE):

@@ -12,6 +12,7 @@ import numpy as np
 
 from batchkv.errors import RowError
 from batchkv.job_plan import Plan
+from batchkv.step import Step
 
 
 @dataclass(slots=True)
@@ -25,6 +26,7 @@ class RunMetrics:
     steps: int = 0
     peak_kv_tokens: int = 0
     load_s: float = 0.0
+    read_s: float = 0.0
     tokenize_s: float = 0.0
     plan_s: float = 0.0
     prefill_s: float = 0.0
@@ -42,17 +44,25 @@ class RunMetrics:
         finally:
             setattr(self, f"{name}_s", getattr(self, f"{name}_s") + perf_counter() - started)
 
-    def count_step(self, num_tokens: int, prefill_tokens: int, recomputed_tokens: int, seconds: float) -> None:
-        """A forward pass; its time is split by the share of prompt tokens in it."""
+    def count_step(self, step: Step, forward_s: float, sampling_s: float) -> None:
+        """A step. The time of its forward pass and scheduling is split by the share of prompt tokens in it."""
         self.steps += 1
-        self.prefill_tokens += prefill_tokens
-        self.recomputed_tokens += recomputed_tokens
-        self.prefill_s += seconds * prefill_tokens / num_tokens
-        self.decode_s += seconds * (num_tokens - prefill_tokens) / num_tokens
+        self.prefill_tokens += step.prefill_tokens
+        self.recomputed_tokens += step.recomputed_tokens
+        self.prefill_s += forward_s * step.prefill_tokens / step.num_tokens
+        self.decode_s += forward_s * (step.num_tokens - step.prefill_tokens) / step.num_tokens
+        self.sampling_s += sampling_s
 
 
-def summarize(plan: Plan, errors: Mapping[int, RowError], metrics: RunMetrics) -> dict[str, Any]:
-    """The summary of a run. Token counts are of this run alone; `generated_tokens_per_s` leaves loading out."""
+def summarize(
+    plan: Plan, errors: Mapping[int, RowError], metrics: RunMetrics, *, attention: str, batch_invariant: bool
+) -> dict[str, Any]:
+    """The summary of a run. Token counts are of this run alone; `generated_tokens_per_s` leaves loading out.
+
+    Args:
+        attention: the implementation that ran.
+        batch_invariant: whether a row's results do not depend, bit for bit, on what else was computed with it.
+    """
     running_s = metrics.elapsed_s - metrics.load_s
     return {
         "rows": plan.rows,
@@ -72,7 +82,10 @@ def summarize(plan: Plan, errors: Mapping[int, RowError], metrics: RunMetrics) -
         "kv_budget_tokens": plan.memory.budget_tokens,
         "kv_bytes_per_token": plan.memory.bytes_per_token,
         "steps": metrics.steps,
+        "attention": attention,
+        "batch_invariant": batch_invariant,
         "load_s": round(metrics.load_s, 3),
+        "read_s": round(metrics.read_s, 3),
         "tokenize_s": round(metrics.tokenize_s, 3),
         "plan_s": round(metrics.plan_s, 3),
         "prefill_s": round(metrics.prefill_s, 3),

@@ -6,6 +6,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from transformers import PreTrainedModel
 
@@ -24,6 +26,8 @@ class ModelRunner:
         backend: attention kernels.
         pool_pages: pages of each group of layers.
         page_size: tokens per page.
+        least_rows: smaller forward passes are filled up to this many tokens, and as many logits are computed, so that
+            the matrix products do not depend on the number of rows.
     """
 
     def __init__(
@@ -33,9 +37,10 @@ class ModelRunner:
         backend: AttentionBackend[Any, Any],
         pool_pages: tuple[int, ...],
         page_size: int,
+        least_rows: int = 1,
     ) -> None:
         self._model, self._layout, self._backend = model, layout, backend
-        self._device = model.device
+        self._device, self._least_rows = model.device, least_rows
         self._pages = tuple(
             backend.allocate(
                 pool_pages[group],
@@ -57,17 +62,25 @@ class ModelRunner:
             specs=self._layout.layers,
             pages=self._pages,
             plans=tuple(plans[group] for group in self._layout.layer_group),
+            num_tokens=step.num_tokens,
         )
         with torch.inference_mode():
             output = self._model(
-                input_ids=torch.from_numpy(step.token_ids).unsqueeze(0).to(self._device),
-                position_ids=torch.from_numpy(step.positions).unsqueeze(0).to(self._device),
+                input_ids=self._filled(step.token_ids).unsqueeze(0),
+                position_ids=self._filled(step.positions).unsqueeze(0),
                 use_cache=False,
-                logits_to_keep=torch.from_numpy(step.logits_tokens).to(self._device),
+                logits_to_keep=self._filled(step.logits_tokens),
                 step_attention=attention,
             )
-        logits: torch.Tensor = output.logits[0]
+        logits: torch.Tensor = output.logits[0, : len(step.logits_tokens)]
         return logits
+
+    def _filled(self, numbers: npt.NDArray[np.int64]) -> torch.Tensor:
+        """On the device, with zeros up to the least number of rows; nothing stays nothing."""
+        missing = self._least_rows - len(numbers)
+        if missing > 0 and len(numbers):
+            numbers = np.pad(numbers, (0, missing))
+        return torch.from_numpy(numbers).to(self._device)
 
 
 @contextmanager

@@ -15,7 +15,7 @@ import torch
 
 from batchkv.errors import UserError
 from batchkv.job import Job
-from batchkv.kernels.torch_cpu import TorchAttention
+from batchkv.kernels.selection import select_attention
 from batchkv.kv_layout import KVLayout, layer_specs
 from batchkv.model_runner import ModelRunner, paged_attention_of
 from batchkv.model_support import tiny_config, tiny_model
@@ -79,7 +79,7 @@ def _run(
     job = Job(pa.array(range(len(prompts))), prompts, params, {}, pa.table({}))
     layout = KVLayout(layer_specs(model.config), model.dtype.itemsize)
     plan = make_plan(job, arena, {}, layout, _LIMITS)
-    runner = ModelRunner(model, layout, TorchAttention(), plan.memory.pool_pages, plan.memory.page_size)
+    runner = ModelRunner(model, layout, select_attention(model.dtype), plan.memory.pool_pages, plan.memory.page_size)
     generated = GeneratedTokens(len(plan.sequences))
     scheduler = Scheduler(
         plan,

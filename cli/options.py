@@ -35,6 +35,9 @@ MaxBatchRows = Annotated[int, _option("Most sequences in flight.", _MEMORY)]
 NoPrefixSharing = Annotated[
     bool, _option("Prefill every row on its own: the baseline.", _MEMORY, "--no-prefix-sharing")
 ]
+Deterministic = Annotated[
+    bool, _option("Insist on the same bits for a row whatever runs with it.", _MEMORY, "--deterministic")
+]
 Limit = Annotated[int | None, typer.Option(min=0, help="Only the first N rows.", rich_help_panel=_JOB)]
 N = Annotated[int, _option("Samples per row.", _SAMPLING, "--n")]
 MaxTokens = Annotated[int, _option("Most tokens generated per sample.", _SAMPLING)]

@@ -34,6 +34,7 @@ def run(
     max_batch_tokens: options.MaxBatchTokens = 0,
     max_batch_rows: options.MaxBatchRows = 256,
     no_prefix_sharing: options.NoPrefixSharing = False,
+    deterministic: options.Deterministic = False,
     n: options.N = options.DEFAULTS.n,
     max_tokens: options.MaxTokens = options.DEFAULTS.max_tokens,
     temperature: options.Temperature = options.DEFAULTS.temperature,
@@ -79,6 +80,7 @@ def run(
         max_batch_tokens=max_batch_tokens,
         max_batch_rows=max_batch_rows,
         no_prefix_sharing=no_prefix_sharing,
+        deterministic=deterministic,
     )
     bar = ProgressBar(quiet=quiet)
 

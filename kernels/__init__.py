@@ -1,1 +1,1 @@
-"""Attention over paged KV: one contract (`attention`), implementations that must agree (`reference`, `torch_cpu`)."""
+"""Attention over paged KV: one contract (`attention`); implementations that must agree (the others)."""

@@ -25,6 +25,8 @@ class AttentionBackend(ABC, Generic[KV, WorkPlan]):
     """One implementation. `KV` is its page layout, `WorkPlan` what it prepares once per step for all layers."""
 
     name: str
+    is_batch_invariant: bool
+    """Whether a token's result is bitwise the same whatever else is in the step."""
 
     @abstractmethod
     def allocate(

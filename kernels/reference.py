@@ -22,6 +22,7 @@ class ReferenceKV:
 
 class ReferenceAttention(AttentionBackend[ReferenceKV, AttentionBatch]):
     name = "reference"
+    is_batch_invariant = False
 
     def allocate(
         self,

@@ -128,6 +128,7 @@ class TorchWorkPlan:
 
 class TorchAttention(AttentionBackend[TorchKV, TorchWorkPlan]):
     name = "torch"
+    is_batch_invariant = False
 
     def allocate(
         self,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -14,12 +15,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from batchkv.kernels.attention import AttentionBackend
+from batchkv.kernels.native_cpu import NativeAttention, is_covered
 from batchkv.kernels.reference import ReferenceAttention
 from batchkv.kernels.torch_cpu import TorchAttention
 from batchkv.kv_cache import KVCache
 from batchkv.step import AttentionBatch
 
-BACKENDS: list[Callable[[], AttentionBackend[Any, Any]]] = [ReferenceAttention, TorchAttention]
+needs_native = pytest.mark.skipif(not is_covered(torch.float32), reason="the native kernel was not built")
+BACKENDS: list[Any] = [ReferenceAttention, TorchAttention, pytest.param(NativeAttention, marks=needs_native)]
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2e-2}
 
 
@@ -91,7 +94,8 @@ class Trie:
             torch.device("cpu"),
         )
         for pool in (getattr(self.pages, name) for name in self.pages.__slots__):
-            pool.fill_(math.nan)  # whatever was not stored must not matter
+            if isinstance(pool, torch.Tensor):
+                pool.fill_(math.nan)  # whatever was not stored must not matter
         self.handles: dict[int, int] = {}  # by node
         self.keys: dict[int, torch.Tensor] = {}  # by node: [K, tokens of the path, D]
         self.values: dict[int, torch.Tensor] = {}
@@ -264,3 +268,35 @@ def test_a_fork_does_not_write_to_its_parents_page(make_backend: Callable[[], At
     for rows in ([(1, 3), (2, 3)], [(0, 2)], [(0, 1), (1, 1), (2, 1)]):
         out, expected = trie.step(rows)
         assert torch.allclose(out.double(), expected, atol=1e-5)
+
+
+@needs_native
+@settings(max_examples=100)
+@given(case=cases())
+def test_native_attention_gives_a_token_the_same_bits_alone_as_in_company(case: Case) -> None:
+    """Every query by itself against all of them together: other tiles, nothing shared, other ranges of keys."""
+    backend = NativeAttention()
+    trie = Trie(case, backend)
+    order = depth_first(case.nodes)
+    cached = [(node, case.nodes[node].cached) for node in order if case.nodes[node].cached]
+    if cached:
+        trie.store(cached)
+    batch, plan = trie.store([(node, case.nodes[node].chunk) for node in order if case.nodes[node].chunk])
+    query_HTD = trie.random(case.group * case.num_kv_heads, batch.num_tokens, case.head_dim)
+    sinks_H = trie.random(len(query_HTD)) if case.sinks else None
+
+    def attend(plan: Any, query_HTD: torch.Tensor) -> torch.Tensor:
+        return backend.attend(trie.pages, plan, query_HTD, scale=0.3, softcap=case.softcap, sinks_H=sinks_H)
+
+    together = attend(plan, query_HTD)
+    for row, (lo, hi) in enumerate(pairwise(batch.cu_seqlens_q.tolist())):
+        for token in range(lo, hi):
+            alone = AttentionBatch(
+                page_size=batch.page_size,
+                window=batch.window,
+                page_table=batch.page_table[row : row + 1],
+                kv_lens=batch.kv_lens[row : row + 1] - (hi - 1 - token),
+                cu_seqlens_q=np.array([0, 1]),
+                slots=batch.slots[token : token + 1],
+            )
+            assert torch.equal(attend(backend.plan(alone), query_HTD[:, token : token + 1])[0], together[token])

@@ -8,7 +8,6 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 import pytest
-import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import PreTrainedModel
@@ -16,19 +15,11 @@ from transformers import PreTrainedModel
 from batchkv.engine import Engine
 from batchkv.kv_layout import KVLayout, layer_specs
 from batchkv.sampling_params import SamplingParams
+from batchkv.writer import summary_of
 from tests.oracle import generate_alone
 from tests.tiny_models import FAMILIES, VOCAB_SIZE
 
 NEW_TOKENS = 6
-
-
-@pytest.fixture(autouse=True)
-def _one_thread() -> Any:
-    """Threads only cost with models this small."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 @cache
@@ -87,6 +78,17 @@ def test_small_chunks_pages_and_budgets_change_no_token(family: str) -> None:
     small = run(family, table(prompts()), max_batch_tokens=7, max_batch_rows=7, page_size=4)
     assert [tight[i, 0] for i in range(len(prompts()))] == expected(family)
     assert small == tight
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_torch_attention_takes_over_where_there_is_no_native_kernel(
+    family: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("batchkv.kernels.selection.is_covered", lambda dtype: False)
+    engine = Engine(model_of(family))
+    results = engine.run(table(prompts()), SamplingParams(max_tokens=NEW_TOKENS))
+    assert results["token_ids"].to_pylist() == expected(family)
+    assert summary_of(results)["attention"] == "torch"
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma3", "gpt_oss"])

@@ -1,0 +1,42 @@
+"""Whether a row's results depend on what else is in the step.
+
+Attention in native code does not let them. A matrix product may: a library picks its kernel, and with it the order of
+its sums, by the number of rows. From some number of rows on it mostly does not; smaller steps are then filled up.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+_COUNTS = (*range(1, 18), 24, 33, 64, 100, 128)  # rows that are tried
+_MOST = 32  # filling up to more rows than this would cost time
+
+
+def least_rows(model: nn.Module) -> int | None:
+    """From how many rows on the matrix products of `model` give each row the same bits, tried on its own weights.
+
+    Returns:
+        None if there is no such number up to 32, or the rows of a product are not the step's: layers of experts
+        multiply as many as are routed to each.
+    """
+    if any(parameter.ndim == 3 for parameter in model.parameters()):
+        return None
+    linears = {_signature(module): module for module in model.modules() if isinstance(module, nn.Linear)}
+    least = max((_least_rows_of(linear) for linear in linears.values()), default=1)
+    return least if least <= _MOST else None
+
+
+def _signature(linear: nn.Linear) -> tuple[int, int, bool, torch.dtype]:
+    return linear.in_features, linear.out_features, linear.bias is not None, linear.weight.dtype
+
+
+@torch.inference_mode()
+def _least_rows_of(linear: nn.Linear) -> int:
+    """One more than the largest number of rows whose results differ from those of the largest tried."""
+    weight = linear.weight
+    rows = torch.randn(_COUNTS[-1], linear.in_features, generator=torch.Generator().manual_seed(0))
+    rows = rows.to(weight.device, weight.dtype)
+    expected = linear(rows)
+    different = [n for n in _COUNTS[:-1] if not torch.equal(linear(rows[:n].clone()), expected[:n])]
+    return 1 + max(different, default=0)

@@ -1,0 +1,65 @@
+// Attention over paged keys and values on a CPU: the C interface.
+//
+// Pages of a layer lie one after the other:
+//     key    [pages][kv_heads][key_dim][page_size]       positions are contiguous, so that a vector holds one dim of many keys
+//     value  [pages][kv_heads][page_size][value_stride]  dims are contiguous; value_stride is value_dim rounded up
+// A slot is page * page_size + offset in the page. All strides are in elements; head dims are contiguous.
+// Elements are fp32 or bf16; whatever they are, all arithmetic is fp32.
+#pragma once
+
+#include <cstdint>
+
+extern "C" {
+
+enum Dtype : int32_t { kFloat32 = 0, kBfloat16 = 1 };
+
+// The pages of one layer.
+struct Pages {
+  void* key;
+  void* value;
+  int32_t dtype;
+  int32_t page_size;
+  int32_t kv_heads;
+  int32_t key_dim;
+  int32_t value_dim;
+  int32_t value_stride;
+};
+
+// What one step attends to; the same for all layers of a group.
+struct Batch {
+  int64_t num_tokens;
+  int64_t table_width;
+  const int32_t* page_table;  // [rows][table_width]; entries that no token of the row can see are not read from memory
+  const int32_t* token_row;   // [num_tokens], ascending
+  const int32_t* position;    // [num_tokens], absolute; consecutive within a row
+  const int64_t* slots;       // [num_tokens]
+  int64_t num_copies;
+  const int32_t* copy_src;    // [num_copies] pages
+  const int32_t* copy_dst;    // [num_copies]
+  const int32_t* copy_slots;  // [num_copies], how many slots of the page are copied: the first ones
+  int32_t window;             // a query at p sees keys in (p - window, p]; 0: all up to p
+};
+
+// A tensor [heads][tokens][dim] of the pages' dtype.
+struct Heads {
+  void* data;
+  int64_t head_stride;
+  int64_t token_stride;
+};
+
+struct Scoring {
+  float scale;
+  float softcap;       // 0: none
+  const float* sinks;  // [query heads] or null
+};
+
+// Writes the keys and values of the step to their slots, then makes the copies in the given order.
+void batchkv_store(const Pages* pages, const Batch* batch, Heads key, Heads value);
+
+// out = softmax(mask(cap(scale * q k^T))) v for every token and query head. A token's result depends on nothing but its own
+// query, keys and values: keys are taken in blocks on a grid of absolute positions, in ascending order.
+void batchkv_attend(const Pages* pages, const Batch* batch, int32_t query_heads, Heads query, Heads out, Scoring scoring);
+
+// The instruction set that runs here: "avx512", "avx2" or "portable".
+const char* batchkv_instruction_set();
+}

@@ -1,0 +1,9 @@
+// The kernel for x86 with AVX2 and FMA.
+#include "isa.h"
+
+#if defined(__x86_64__)
+#pragma GCC target("avx2,fma")
+#define ISA avx2
+#define VECTOR_FLOATS 8
+#include "attention_impl.h"
+#endif

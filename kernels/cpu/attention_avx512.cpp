@@ -1,0 +1,9 @@
+// The kernel for x86 with AVX-512.
+#include "isa.h"
+
+#if defined(__x86_64__)
+#pragma GCC target("avx512f,avx512bw,avx512vl,avx512dq,avx2,fma,prefer-vector-width=512")
+#define ISA avx512
+#define VECTOR_FLOATS 16
+#include "attention_impl.h"
+#endif

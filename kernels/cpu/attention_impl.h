@@ -1,0 +1,350 @@
+// The kernel, written once for vectors of VECTOR_FLOATS floats. Each instruction set includes it in a namespace of its own
+// (ISA), after the standard headers, with the compiler set to its target.
+//
+// A task is a tile of queries x one KV head. It goes through the key blocks from the first to the last position and keeps
+// the running softmax (max, sum, weighted values) of every (query, head): its rows. Within a block, neighbouring queries
+// whose pages are the same form a run, for which each key is read once: that is how shared prefixes are.
+
+namespace ISA {
+
+typedef float Vec __attribute__((vector_size(4 * VECTOR_FLOATS)));
+typedef float VecLoad __attribute__((vector_size(4 * VECTOR_FLOATS), aligned(4), may_alias));
+typedef int32_t VecInt __attribute__((vector_size(4 * VECTOR_FLOATS)));
+
+constexpr int kLanes = 16;                        // keys or value dims taken at once
+constexpr int kVecs = kLanes / VECTOR_FLOATS;     // vectors that hold them
+constexpr int kMostRows = 12 / kVecs;             // rows in registers at once: 12 accumulators
+constexpr int kBlock = 64;                        // keys of a block, on the grid of absolute positions
+constexpr int kGroups = kBlock / kLanes;
+constexpr int kTileRows = 96;                     // most rows of a task, so that its scores and queries stay in cache
+
+inline Vec load(const float* at) { return *reinterpret_cast<const VecLoad*>(at); }
+inline void store(float* at, Vec value) { *reinterpret_cast<VecLoad*>(at) = value; }
+inline Vec all(float value) { return value - Vec{}; }
+
+inline float to_float(float value) { return value; }
+inline float to_float(uint16_t bf16) {
+  uint32_t bits = static_cast<uint32_t>(bf16) << 16;
+  float value;
+  std::memcpy(&value, &bits, 4);
+  return value;
+}
+inline void from_float(float value, float* out) { *out = value; }
+inline void from_float(float value, uint16_t* out) {  // to nearest, ties to even
+  uint32_t bits;
+  std::memcpy(&bits, &value, 4);
+  *out = value != value ? 0x7fc0 : static_cast<uint16_t>((bits + 0x7fff + ((bits >> 16) & 1)) >> 16);
+}
+
+// e^x for x <= 0, within 2 ulp; 0 below -87. Cody-Waite reduction, then the Taylor polynomial on |r| <= ln2/2.
+inline Vec exp_nonpositive(Vec x) {
+  const Vec round = all(12582912.0f);  // 1.5 * 2^23: adding it leaves the integer in the low bits
+  VecInt is_zero = x < -87.0f;
+  x = is_zero ? Vec{} : x;
+  Vec n = (x * 1.44269504088896341f + round) - round;
+  Vec r = x - n * 0.693359375f;
+  r = r + n * 2.12194440e-4f;
+  Vec p = all(1.0f / 5040);
+  p = p * r + 1.0f / 720;
+  p = p * r + 1.0f / 120;
+  p = p * r + 1.0f / 24;
+  p = p * r + 1.0f / 6;
+  p = p * r + 0.5f;
+  p = p * r + 1.0f;
+  p = p * r + 1.0f;
+  VecInt exponent = (__builtin_convertvector(n, VecInt) + 127) << 23;
+  Vec power;
+  std::memcpy(&power, &exponent, sizeof(power));
+  return is_zero ? Vec{} : p * power;
+}
+
+// Rows of the right side of a product: evenly spaced, or anywhere.
+struct Strided {
+  const float* base;
+  int64_t stride;
+  const float* operator[](int i) const { return base + i * stride; }
+};
+struct Listed {
+  const float* const* rows;
+  int64_t offset;
+  const float* operator[](int i) const { return rows[i] + offset; }
+};
+
+// out[r][0, 16) (+)= sum over i < depth of left[r][i] * right[i][0, 16), for R rows: both products of attention.
+template <int R, bool kAccumulate, typename Right>
+inline void multiply_rows(const float* left, int64_t left_stride, Right right, int depth, float* out, int64_t out_stride) {
+  Vec sum[R][kVecs];
+#pragma GCC unroll 16
+  for (int r = 0; r < R; r++)
+#pragma GCC unroll 16
+    for (int v = 0; v < kVecs; v++) sum[r][v] = kAccumulate ? load(out + r * out_stride + v * VECTOR_FLOATS) : Vec{};
+  for (int i = 0; i < depth; i++) {
+    const float* row = right[i];
+    Vec b[kVecs];
+#pragma GCC unroll 16
+    for (int v = 0; v < kVecs; v++) b[v] = load(row + v * VECTOR_FLOATS);
+#pragma GCC unroll 16
+    for (int r = 0; r < R; r++) {
+      Vec a = all(left[r * left_stride + i]);
+#pragma GCC unroll 16
+      for (int v = 0; v < kVecs; v++) sum[r][v] = a * b[v] + sum[r][v];
+    }
+  }
+#pragma GCC unroll 16
+  for (int r = 0; r < R; r++)
+#pragma GCC unroll 16
+    for (int v = 0; v < kVecs; v++) store(out + r * out_stride + v * VECTOR_FLOATS, sum[r][v]);
+}
+
+// The same for any number of rows.
+template <bool kAccumulate, typename Right, int R = kMostRows>
+inline void multiply(const float* left, int64_t left_stride, Right right, int depth, float* out, int64_t out_stride,
+                     int rows) {
+  for (; rows >= R; rows -= R, left += R * left_stride, out += R * out_stride)
+    multiply_rows<R, kAccumulate>(left, left_stride, right, depth, out, out_stride);
+  if constexpr (R > 1) {
+    if (rows) multiply<kAccumulate, Right, R - 1>(left, left_stride, right, depth, out, out_stride, rows);
+  }
+}
+
+// Memory of a task, kept from one to the next. Rows are (query, head) with the heads of a query side by side.
+struct Scratch {
+  float *query, *scores, *out, *max, *sum, *keys, *values;
+
+  void resize(int64_t rows, const Pages& pages) {
+    const int64_t sizes[] = {rows * pages.key_dim,    rows * kBlock, rows * pages.value_stride, rows, rows,
+                             kBlock * pages.key_dim, kBlock * pages.value_stride};
+    float** parts[] = {&query, &scores, &out, &max, &sum, &keys, &values};
+    int64_t total = 0;
+    for (int64_t size : sizes) total += size;
+    if (total > capacity_) {
+      std::free(memory_);
+      memory_ = static_cast<float*>(std::malloc(total * sizeof(float)));
+      if (!memory_) std::abort();  // a few hundred KiB
+      capacity_ = total;
+    }
+    float* at = memory_;
+    for (int i = 0; i < 7; at += sizes[i++]) *parts[i] = at;
+    for (int64_t i = 0; i < rows * pages.value_stride; i++) out[i] = 0;
+    for (int64_t i = 0; i < rows; i++) max[i] = -INFINITY, sum[i] = 0;
+  }
+
+ private:
+  float* memory_ = nullptr;
+  int64_t capacity_ = 0;
+};
+
+template <typename Element>
+struct Task {
+  const Pages& pages;
+  const Batch& batch;
+  const Scoring& scoring;
+  Heads query, out;
+  int group;      // query heads of a KV head
+  int head;       // the KV head
+  int64_t first;  // its queries are [first, last)
+  int64_t last;
+  Scratch& scratch;
+
+  int64_t from(int64_t token) const {
+    return batch.window ? std::max(0, batch.position[token] - batch.window + 1) : 0;
+  }
+  int64_t to(int64_t token) const { return batch.position[token] + 1; }
+  int64_t page_of(int64_t token, int64_t position) const {
+    return batch.page_table[batch.token_row[token] * batch.table_width + position / pages.page_size];
+  }
+
+  void run() {
+    scratch.resize((last - first) * group, pages);
+    load_queries();
+    int64_t lo = from(first), hi = to(first);
+    for (int64_t t = first; t < last; t++) lo = std::min(lo, from(t)), hi = std::max(hi, to(t));
+    for (int64_t block = lo / kBlock * kBlock; block < hi; block += kBlock) attend_block(block);
+    store_results();
+  }
+
+  void load_queries() {
+    for (int64_t t = first; t < last; t++)
+      for (int g = 0; g < group; g++) {
+        const Element* from = static_cast<const Element*>(query.data) + (head * group + g) * query.head_stride +
+                              t * query.token_stride;
+        float* to = &scratch.query[((t - first) * group + g) * pages.key_dim];
+        for (int d = 0; d < pages.key_dim; d++) to[d] = to_float(from[d]);
+      }
+  }
+
+  // Cuts the queries into runs that see keys of this block in the same pages.
+  void attend_block(int64_t block) {
+    for (int64_t t = first; t < last;) {
+      int64_t lo = std::max(from(t), block), hi = std::min(to(t), block + kBlock);
+      int64_t end = t + 1;
+      if (lo < hi) {
+        for (; end < last && joins(t, end, block, lo, hi); end++) {
+          lo = std::min(lo, std::max(from(end), block));
+          hi = std::max(hi, std::min(to(end), block + kBlock));
+        }
+        attend_run(block, t, end, lo, hi);
+      }
+      t = end;
+    }
+  }
+
+  // Whether a query can share the keys [lo, hi) of the block with a run that begins with `leader`.
+  bool joins(int64_t leader, int64_t token, int64_t block, int64_t lo, int64_t hi) const {
+    int64_t my_lo = std::max(from(token), block), my_hi = std::min(to(token), block + kBlock);
+    if (my_lo >= my_hi || my_lo > hi || my_hi < lo) return false;  // nothing to see, or a gap that nobody may have written
+    if (batch.token_row[leader] == batch.token_row[token]) return true;
+    int64_t size = pages.page_size, page = lo / size, last_page = (hi - 1) / size;
+    if (my_lo / size != page || (my_hi - 1) / size != last_page) return false;
+    for (; page <= last_page; page++)
+      if (page_of(leader, page * size) != page_of(token, page * size)) return false;
+    return true;
+  }
+
+  void attend_run(int64_t block, int64_t begin, int64_t end, int64_t lo, int64_t hi) {
+    const int rows = (end - begin) * group;
+    const int64_t row = (begin - first) * group;
+    const int first_group = (lo - block) / kLanes, last_group = (hi - 1 - block) / kLanes;
+    for (int g = first_group; g <= last_group; g++) {
+      int64_t group_lo = std::max(lo, block + g * kLanes), group_hi = std::min(hi, block + (g + 1) * kLanes);
+      multiply<false>(&scratch.query[row * pages.key_dim], pages.key_dim, keys(begin, block, g, group_lo, group_hi),
+                      pages.key_dim, &scratch.scores[row * kBlock + g * kLanes], kBlock, rows);
+    }
+    for (int64_t t = begin; t < end; t++)
+      for (int g = 0; g < group; g++)
+        softmax((t - first) * group + g, std::max(from(t), block) - block, std::min(to(t), block + kBlock) - block,
+                first_group, last_group);
+    const float* value_rows[kBlock];
+    values(begin, lo, hi, value_rows);
+    for (int d = 0; d < pages.value_stride; d += kLanes)
+      multiply<true>(&scratch.scores[row * kBlock + lo - block], kBlock, Listed{value_rows, d}, hi - lo,
+                     &scratch.out[row * pages.value_stride + d], pages.value_stride, rows);
+  }
+
+  // Keys of one group of lanes; those outside [lo, hi) are anything. They are read where they lie if that is possible.
+  Strided keys(int64_t token, int64_t block, int group_number, int64_t lo, int64_t hi) {
+    const int size = pages.page_size;
+    const Element* key = static_cast<const Element*>(pages.key);
+    const int64_t begin = block + group_number * kLanes;
+    if constexpr (std::is_same_v<Element, float>) {
+      if (size % kLanes == 0)
+        return {key + (page_of(token, lo) * pages.kv_heads + head) * pages.key_dim * size + begin % size, size};
+    }
+    float* packed = &scratch.keys[group_number * kLanes * pages.key_dim];
+    for (int64_t p = lo; p < hi;) {
+      const int64_t stop = std::min(hi, (p / size + 1) * size);
+      const Element* from = key + (page_of(token, p) * pages.kv_heads + head) * pages.key_dim * size + p % size;
+      for (int d = 0; d < pages.key_dim; d++)
+        for (int64_t i = 0; i < stop - p; i++) packed[d * kLanes + p - begin + i] = to_float(from[d * size + i]);
+      p = stop;
+    }
+    return {packed, kLanes};
+  }
+
+  // Rows of values at the positions [lo, hi).
+  void values(int64_t token, int64_t lo, int64_t hi, const float** rows) {
+    const int64_t stride = pages.value_stride;
+    const Element* value = static_cast<const Element*>(pages.value);
+    for (int64_t p = lo; p < hi; p++) {
+      const Element* from =
+          value + ((page_of(token, p) * pages.kv_heads + head) * pages.page_size + p % pages.page_size) * stride;
+      if constexpr (std::is_same_v<Element, float>) {
+        rows[p - lo] = from;
+      } else {
+        float* to = &scratch.values[(p - lo) * stride];
+        for (int d = 0; d < stride; d++) to[d] = to_float(from[d]);
+        rows[p - lo] = to;
+      }
+    }
+  }
+
+  // Turns a row's scores into weights: those of the keys [lo, hi) of the block, 0 elsewhere; rescales what the row has.
+  void softmax(int64_t row, int lo, int hi, int first_group, int last_group) {
+    float* scores = &scratch.scores[row * kBlock];
+    const int begin = first_group * kLanes, end = (last_group + 1) * kLanes;
+    float largest = scratch.max[row];
+    for (int i = lo; i < hi; i++) {
+      scores[i] *= scoring.scale;
+      if (scoring.softcap > 0) scores[i] = scoring.softcap * std::tanh(scores[i] / scoring.softcap);
+    }
+    for (int i = begin; i < lo; i++) scores[i] = -INFINITY;
+    for (int i = hi; i < end; i++) scores[i] = -INFINITY;
+    Vec most = all(largest);
+    for (int i = begin; i < end; i += VECTOR_FLOATS) {
+      Vec score = load(scores + i);
+      most = score > most ? score : most;
+    }
+    for (int i = 0; i < VECTOR_FLOATS; i++) largest = std::max(largest, most[i]);
+
+    Vec total = {};
+    for (int i = begin; i < end; i += VECTOR_FLOATS) {
+      Vec weight = exp_nonpositive(load(scores + i) - largest);
+      store(scores + i, weight);
+      total = total + weight;
+    }
+    float sum = 0;
+    for (int i = 0; i < VECTOR_FLOATS; i++) sum += total[i];
+    rescale(row, largest);
+    scratch.sum[row] += sum;
+  }
+
+  void rescale(int64_t row, float largest) {
+    if (scratch.max[row] == largest) return;
+    const Vec factor = exp_nonpositive(all(scratch.max[row] - largest));  // 0 where there was nothing
+    float* out = &scratch.out[row * pages.value_stride];
+    for (int d = 0; d < pages.value_stride; d += VECTOR_FLOATS) store(out + d, load(out + d) * factor);
+    scratch.sum[row] *= factor[0];
+    scratch.max[row] = largest;
+  }
+
+  void store_results() {
+    for (int64_t t = first; t < last; t++)
+      for (int g = 0; g < group; g++) {
+        const int64_t row = (t - first) * group + g, query_head = head * group + g;
+        if (scoring.sinks) {
+          const float sink = scoring.sinks[query_head];
+          rescale(row, std::max(scratch.max[row], sink));
+          scratch.sum[row] += exp_nonpositive(all(sink - scratch.max[row]))[0];
+        }
+        Element* to = static_cast<Element*>(out.data) + query_head * out.head_stride + t * out.token_stride;
+        for (int d = 0; d < pages.value_dim; d++)
+          from_float(scratch.out[row * pages.value_stride + d] / scratch.sum[row], to + d);
+      }
+  }
+};
+
+template <typename Element>
+void attend(const Pages& pages, const Batch& batch, int query_heads, Heads query, Heads out, const Scoring& scoring) {
+  const int group = query_heads / pages.kv_heads;
+  const int64_t most = std::max(1, kTileRows / group);
+  const bool is_large = batch.num_tokens * query_heads * pages.key_dim >= kWorthThreads;
+  std::atomic<int64_t> next{0};
+#pragma omp parallel if (is_large)
+  {
+    static thread_local Scratch scratch;
+#ifdef _OPENMP
+    const int64_t threads = omp_get_num_threads();
+#else
+    const int64_t threads = 1;
+#endif
+    // Tiles may have any size: small enough for all threads to have some, large enough to share.
+    const int64_t even = batch.num_tokens * pages.kv_heads / (4 * threads);
+    const int64_t tile = std::clamp<int64_t>(even, std::min<int64_t>(8, most), most);
+    const int64_t tiles = (batch.num_tokens + tile - 1) / tile;
+    for (int64_t task; (task = next++) < tiles * pages.kv_heads;) {
+      const int64_t first = task / pages.kv_heads * tile;
+      Task<Element>{pages, batch, scoring, query, out, group, static_cast<int>(task % pages.kv_heads), first,
+                    std::min(first + tile, batch.num_tokens), scratch}
+          .run();
+    }
+  }
+}
+
+void attend_pages(const Pages& pages, const Batch& batch, int query_heads, Heads query, Heads out, const Scoring& scoring) {
+  if (pages.dtype == kFloat32)
+    attend<float>(pages, batch, query_heads, query, out, scoring);
+  else
+    attend<uint16_t>(pages, batch, query_heads, query, out, scoring);
+}
+
+}  // namespace ISA

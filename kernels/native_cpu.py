@@ -1,0 +1,206 @@
+"""Attention in native code (`kernels/cpu`): pages are read where they lie, shared keys once for a group of rows.
+
+A token's result is bitwise the same whatever else is in the step: keys are taken in blocks on a grid of absolute
+positions, in ascending order, with one accumulator per (query, head).
+"""
+
+from __future__ import annotations
+
+import ctypes
+import importlib.util
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import numpy as np
+import torch
+
+from batchkv.kernels.attention import AttentionBackend
+from batchkv.step import AttentionBatch
+
+_LIBRARY = "batchkv.kernels._cpu_attention"
+_DTYPES = {torch.float32: 0, torch.bfloat16: 1}
+_LANES = 16  # value dims are padded to a multiple of this
+
+
+class _Pages(ctypes.Structure):
+    _fields_ = [
+        ("key", ctypes.c_void_p),
+        ("value", ctypes.c_void_p),
+        ("dtype", ctypes.c_int32),
+        ("page_size", ctypes.c_int32),
+        ("kv_heads", ctypes.c_int32),
+        ("key_dim", ctypes.c_int32),
+        ("value_dim", ctypes.c_int32),
+        ("value_stride", ctypes.c_int32),
+    ]
+
+
+class _Batch(ctypes.Structure):
+    _fields_ = [
+        ("num_tokens", ctypes.c_int64),
+        ("table_width", ctypes.c_int64),
+        ("page_table", ctypes.c_void_p),
+        ("token_row", ctypes.c_void_p),
+        ("position", ctypes.c_void_p),
+        ("slots", ctypes.c_void_p),
+        ("num_copies", ctypes.c_int64),
+        ("copy_src", ctypes.c_void_p),
+        ("copy_dst", ctypes.c_void_p),
+        ("copy_slots", ctypes.c_void_p),
+        ("window", ctypes.c_int32),
+    ]
+
+
+class _Heads(ctypes.Structure):
+    _fields_ = [("data", ctypes.c_void_p), ("head_stride", ctypes.c_int64), ("token_stride", ctypes.c_int64)]
+
+    @classmethod
+    def of(cls, tensor_HTD: torch.Tensor) -> _Heads:
+        return cls(tensor_HTD.data_ptr(), tensor_HTD.stride(0), tensor_HTD.stride(1))
+
+
+class _Scoring(ctypes.Structure):
+    _fields_ = [("scale", ctypes.c_float), ("softcap", ctypes.c_float), ("sinks", ctypes.c_void_p)]
+
+
+@cache
+def _library() -> ctypes.CDLL | None:
+    """The extension; None if it could not be built or does not load here."""
+    spec = importlib.util.find_spec(_LIBRARY)
+    if spec is None or spec.origin is None:
+        return None
+    try:
+        # torch is loaded by now, and with it the OpenMP runtime that both use: two would fight for the cores
+        library = ctypes.CDLL(spec.origin)
+    except OSError:
+        return None
+    pages, batch = ctypes.POINTER(_Pages), ctypes.POINTER(_Batch)
+    library.batchkv_store.argtypes = [pages, batch, _Heads, _Heads]
+    library.batchkv_attend.argtypes = [pages, batch, ctypes.c_int32, _Heads, _Heads, _Scoring]
+    library.batchkv_store.restype = library.batchkv_attend.restype = None
+    library.batchkv_instruction_set.restype = ctypes.c_char_p
+    return library
+
+
+def is_covered(dtype: torch.dtype) -> bool:
+    """Whether the native kernel is there and takes keys and values of this dtype."""
+    return dtype in _DTYPES and _library() is not None
+
+
+@dataclass(frozen=True, slots=True)
+class NativeKV:
+    """Pages of one layer: key [pages, K, D, page_size], value [pages, K, page_size, value dim rounded up to 16]."""
+
+    key_PKDS: torch.Tensor
+    value_PKSD: torch.Tensor
+    value_dim: int
+
+
+@dataclass(frozen=True, slots=True)
+class NativeWorkPlan:
+    """The step as the kernel takes it, and the arrays that its pointers lead to."""
+
+    batch: _Batch
+    arrays: tuple[np.ndarray[Any, Any], ...]
+
+
+class NativeAttention(AttentionBackend[NativeKV, NativeWorkPlan]):
+    """Raises RuntimeError when made where there is no native kernel: ask `is_covered` first."""
+
+    is_batch_invariant = True
+
+    def __init__(self) -> None:
+        library = _library()
+        if library is None:
+            raise RuntimeError(f"{_LIBRARY} is not there: it was not built, or does not load on this machine")
+        self._library = library
+        self.name = f"native ({library.batchkv_instruction_set().decode()})"
+
+    def allocate(
+        self,
+        num_pages: int,
+        page_size: int,
+        num_kv_heads: int,
+        key_dim: int,
+        value_dim: int,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> NativeKV:
+        if dtype not in _DTYPES:
+            raise ValueError(f"the native kernel has no {dtype}")
+        padded = -(-value_dim // _LANES) * _LANES
+        return NativeKV(  # not filled: a page costs memory when it is first written
+            torch.empty(num_pages, num_kv_heads, key_dim, page_size, dtype=dtype, device=device),
+            torch.empty(num_pages, num_kv_heads, page_size, padded, dtype=dtype, device=device),
+            value_dim,
+        )
+
+    def plan(self, batch: AttentionBatch) -> NativeWorkPlan:
+        rows = np.arange(len(batch.kv_lens), dtype=np.int32)
+        table = np.ascontiguousarray(batch.page_table, np.int32)
+        token_row = np.repeat(rows, np.diff(batch.cu_seqlens_q))
+        position = batch.query_positions.astype(np.int32)
+        slots = np.ascontiguousarray(batch.slots, np.int64)
+        copies = [
+            np.concatenate([np.zeros(0, np.int32), *(getattr(part, name) for part in batch.copies)], dtype=np.int32)
+            for name in ("src", "dst", "num_slots")
+        ]
+        arrays = (table, token_row, position, slots, *copies)
+        native = _Batch(
+            num_tokens=len(position),
+            table_width=table.shape[1],
+            page_table=table.ctypes.data,
+            token_row=token_row.ctypes.data,
+            position=position.ctypes.data,
+            slots=slots.ctypes.data,
+            num_copies=len(copies[0]),
+            copy_src=copies[0].ctypes.data,
+            copy_dst=copies[1].ctypes.data,
+            copy_slots=copies[2].ctypes.data,
+            window=batch.window or 0,
+        )
+        return NativeWorkPlan(native, arrays)
+
+    def store(self, kv: NativeKV, plan: NativeWorkPlan, key_KTD: torch.Tensor, value_KTD: torch.Tensor) -> None:
+        key_KTD, value_KTD = _readable(key_KTD, kv), _readable(value_KTD, kv)
+        self._library.batchkv_store(_pages(kv), plan.batch, _Heads.of(key_KTD), _Heads.of(value_KTD))
+
+    def attend(
+        self,
+        kv: NativeKV,
+        plan: NativeWorkPlan,
+        query_HTD: torch.Tensor,
+        *,
+        scale: float,
+        softcap: float | None = None,
+        sinks_H: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        dtype, query_HTD = query_HTD.dtype, _readable(query_HTD, kv)
+        num_heads, num_tokens = query_HTD.shape[:2]
+        out_THD = query_HTD.new_empty(num_tokens, num_heads, kv.value_dim)
+        sinks_H = None if sinks_H is None else sinks_H.float().contiguous()
+        scoring = _Scoring(scale, softcap or 0.0, None if sinks_H is None else sinks_H.data_ptr())
+        self._library.batchkv_attend(
+            _pages(kv), plan.batch, num_heads, _Heads.of(query_HTD), _Heads.of(out_THD.transpose(0, 1)), scoring
+        )
+        return out_THD.to(dtype)
+
+
+def _pages(kv: NativeKV) -> _Pages:
+    return _Pages(
+        key=kv.key_PKDS.data_ptr(),
+        value=kv.value_PKSD.data_ptr(),
+        dtype=_DTYPES[kv.key_PKDS.dtype],
+        page_size=kv.key_PKDS.shape[3],
+        kv_heads=kv.key_PKDS.shape[1],
+        key_dim=kv.key_PKDS.shape[2],
+        value_dim=kv.value_dim,
+        value_stride=kv.value_PKSD.shape[3],
+    )
+
+
+def _readable(tensor_HTD: torch.Tensor, kv: NativeKV) -> torch.Tensor:
+    """In the pages' dtype, with contiguous head dims."""
+    tensor_HTD = tensor_HTD.to(kv.key_PKDS.dtype)
+    return tensor_HTD if tensor_HTD.stride(2) == 1 else tensor_HTD.contiguous()

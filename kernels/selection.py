@@ -1,0 +1,16 @@
+"""Which implementation of attention a run uses."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from batchkv.kernels.attention import AttentionBackend
+from batchkv.kernels.native_cpu import NativeAttention, is_covered
+from batchkv.kernels.torch_cpu import TorchAttention
+
+
+def select_attention(dtype: torch.dtype) -> AttentionBackend[Any, Any]:
+    """The native kernel where it was built and covers the dtype, else the torch implementation."""
+    return NativeAttention() if is_covered(dtype) else TorchAttention()

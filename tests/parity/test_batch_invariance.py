@@ -1,0 +1,86 @@
+"""A row's tokens and logprobs are the same bits whatever is computed with it, where an engine says so."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pytest
+import torch
+from torch import nn
+
+from batchkv.batch_invariance import least_rows
+from batchkv.engine import Engine
+from batchkv.errors import UserError
+from batchkv.kernels.native_cpu import is_covered
+from batchkv.sampling_params import SamplingParams
+from batchkv.writer import summary_of
+from tests.tiny_models import FAMILIES, VOCAB_SIZE
+
+needs_native = pytest.mark.skipif(not is_covered(torch.float32), reason="the native kernel was not built")
+
+
+def jobs() -> pa.Table:
+    """Rows under two headers, some of which end where others go on."""
+    random = np.random.default_rng(5)
+    headers = [random.integers(0, VOCAB_SIZE, n).tolist() for n in (150, 90)]
+    rows = [headers[i % 2] + random.integers(0, VOCAB_SIZE, int(random.integers(0, 40))).tolist() for i in range(24)]
+    return pa.table({"id": list(range(len(rows))), "prompt_token_ids": pa.array(rows, pa.list_(pa.int32()))})
+
+
+def results(engine: Engine, table: pa.Table) -> list[tuple[Any, ...]]:
+    sampling = SamplingParams(max_tokens=12, temperature=0.8, n=2, logprobs=True)
+    out = engine.run(table, sampling).select(["id", "sample_index", "token_ids", "logprobs"]).to_pylist()
+    return sorted((row["id"], row["sample_index"], row["token_ids"], row["logprobs"]) for row in out)
+
+
+@needs_native
+@pytest.mark.parametrize("family", ["llama", "gemma2", "phi3"])
+def test_tokens_and_logprobs_do_not_depend_on_what_runs_together(family: str) -> None:
+    model = FAMILIES[family]()
+    table = jobs()
+    engine = Engine(model, deterministic=True)
+    expected = results(engine, table)
+    assert summary_of(engine.run(table, SamplingParams(max_tokens=1)))["batch_invariant"]
+    shuffled = table.take(np.random.default_rng(1).permutation(len(table)))
+    assert results(engine, shuffled) == expected
+    variants: list[dict[str, Any]] = [
+        {"max_batch_rows": 1},
+        {"max_batch_rows": 5},
+        {"max_batch_rows": 400},
+        {"max_batch_tokens": 37},
+        {"no_prefix_sharing": True},
+        {"page_size": 4},
+    ]
+    for variant in variants:
+        assert results(Engine(model, **variant), table) == expected, variant
+
+
+class RoundsBelow(nn.Linear):
+    """A library whose products are rounded otherwise below some number of rows."""
+
+    threshold: int
+
+    def forward(self, rows: torch.Tensor) -> torch.Tensor:
+        out = super().forward(rows)
+        return out * (1 + 1e-6) if len(rows) < self.threshold else out
+
+
+@pytest.mark.parametrize(("threshold", "expected"), [(5, 5), (17, 17), (60, None)])
+def test_steps_are_filled_up_to_where_products_stop_depending_on_the_rows(threshold: int, expected: int | None) -> None:
+    linear = RoundsBelow(64, 64)
+    linear.threshold = threshold
+    found = least_rows(nn.Sequential(linear))
+    assert found is None if expected is None else found is not None and found >= expected
+
+
+def test_mixtures_of_experts_are_not_batch_invariant() -> None:
+    assert least_rows(FAMILIES["qwen3_moe"]()) is None
+
+
+def test_deterministic_is_refused_where_it_cannot_be_had() -> None:
+    with pytest.raises(UserError, match="--deterministic"):
+        Engine(FAMILIES["qwen3_moe"](), deterministic=True)
+    with pytest.raises(UserError, match="--deterministic needs the native attention kernel"):
+        Engine(FAMILIES["llama"]().half(), deterministic=True)
