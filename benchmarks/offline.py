@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
@@ -15,7 +16,7 @@ from batchkv.errors import UserError
 from benchmarks import machine
 from benchmarks.comparison import ENOUGH_RATIOS, Pair, Series, comparison_table, markdown
 from benchmarks.model_files import ModelFiles, model_files
-from benchmarks.peer import BATCHKV, PEERS, Peer
+from benchmarks.peer import BATCHKV, ENVIRONMENTS, PEERS, Peer
 from benchmarks.protocol import Failure, Outcome, Request
 from benchmarks.results_file import RESULTS, write_section
 
@@ -110,11 +111,12 @@ def main(
     threads: Annotated[int | None, typer.Option(min=1, help="Cores to compute on; default: all.")] = None,
     environments: Annotated[
         Path, typer.Option(envvar="BATCHKV_PEERS", help="Folder of the peers' virtual environments.")
-    ] = Path(".peers"),
+    ] = ENVIRONMENTS,
     timeout: Annotated[float, typer.Option(help="Most seconds for one run.")] = 3600.0,
     write: Annotated[bool, typer.Option("--write", help=f"Also write the tables to {RESULTS.name}.")] = False,
 ) -> None:
     """Run the same jobs through batchkv and its peers, in turn, and print a table for each."""
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that a peer in progress is ended, too
     try:
         chosen = parse_peers(peers)
         files = model_files(model)

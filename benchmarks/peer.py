@@ -13,6 +13,7 @@ from benchmarks.model_files import ModelFiles
 from benchmarks.protocol import Failure, Outcome, Request, parse_failure, parse_outcome
 
 SCRIPTS = Path(__file__).parent / "peers"
+ENVIRONMENTS = Path(__file__).parent / ".peers"
 
 
 @dataclass(frozen=True, slots=True)
