@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import sys
+from pathlib import Path
 from time import perf_counter
 from typing import Any
 
@@ -10,16 +12,23 @@ from peer_protocol import Params, Row, Samples, Task, answer, measure, pages, pa
 
 STARTED = perf_counter()
 BLOCK_SIZE = 128  # its default on a CPU
+KV_BYTES = 2 << 30  # keeps it from asking for nearly all memory; how many blocks there are is said apart
 
 
-def use_all_cores(threads: int) -> None:
-    """By default it keeps one core for its scheduler, which makes it much slower on two."""
+def set_environment(threads: int) -> None:
+    """What its documentation asks for, and every core: by default it keeps one of them for its scheduler.
+
+    Its workers are processes of their own, so it is early enough here.
+    """
+    openmp = Path(sys.prefix, "lib", "libiomp5.so")  # of the package intel-openmp, which it depends on
+    if openmp.exists():
+        os.environ.setdefault("LD_PRELOAD", str(openmp))
     os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", f"0-{threads - 1}")
     os.environ.setdefault("VLLM_CPU_NUM_OF_RESERVED_CPU", "0")
 
 
 def load(task: Task) -> Any:
-    use_all_cores(task.threads)
+    set_environment(task.threads)
     from vllm import LLM
 
     return LLM(
@@ -27,6 +36,7 @@ def load(task: Task) -> Any:
         dtype=task.dtype,
         block_size=BLOCK_SIZE,
         num_gpu_blocks_override=pages(task.kv_tokens, BLOCK_SIZE),
+        kv_cache_memory_bytes=KV_BYTES,
         max_num_seqs=task.max_rows,
         enable_prefix_caching=True,
         generation_config="vllm",  # no defaults from the model's folder
