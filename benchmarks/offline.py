@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import signal
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated
@@ -49,22 +49,22 @@ class Job:
         return cls(path, len(frame), tuple(samples))
 
 
-def take_turns(peers: list[Peer], repeats: int, run: Run) -> Iterator[Series]:
+def take_turns(peers: list[Peer], missing: Mapping[str, Failure], repeats: int, run: Run) -> Iterator[Series]:
     """Every peer's runs, each right after one of batchkv's; a peer that fails is not run again.
 
-    The first series is batchkv's own, all its runs.
+    The first series is batchkv's own, all its runs; where no peer is left, it is run alone.
     """
-    series = {peer.name: Series(peer.name) for peer in peers}
+    series = {peer.name: Series(peer.name, failure=missing.get(peer.name)) for peer in peers}
     own = Series(BATCHKV.name)
     for _ in range(repeats):
-        for peer in peers:
-            if series[peer.name].failure:
-                continue
+        turns: list[Peer | None] = [peer for peer in peers if not series[peer.name].failure]
+        for peer in turns or [None]:
             outcome = run(BATCHKV)
             if isinstance(outcome, Failure):
                 raise UserError(f"batchkv itself {outcome.reason}")
             own = replace(own, pairs=(*own.pairs, Pair(outcome, outcome)))
-            series[peer.name] = _extended(series[peer.name], outcome, run(peer))
+            if peer is not None:
+                series[peer.name] = _extended(series[peer.name], outcome, run(peer))
     yield own
     yield from series.values()
 
@@ -117,12 +117,14 @@ def main(
 ) -> None:
     """Run the same jobs through batchkv and its peers, in turn, and print a table for each."""
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that a peer in progress is ended, too
+    environments = environments.absolute()
     try:
         chosen = parse_peers(peers)
         files = model_files(model)
+        missing = {peer.name: failure for peer in chosen if (failure := peer.missing(files, environments))}
         for job in [Job.read(path, limit) for path in jobs]:
             request = Request(job.path, dtype, limit, kv_tokens, max_rows, threads or machine.cores())
-            series = list(take_turns(chosen, repeats, _runner(request, files, environments.absolute(), timeout)))
+            series = list(take_turns(chosen, missing, repeats, _runner(request, files, environments, timeout)))
             table = markdown(comparison_table(series, job.greedy))
             caption = describe_job(job, request, series, repeats)
             print(f"\n{caption}\n\n{table}\n")

@@ -41,14 +41,20 @@ class Peer:
             return own
         return None if self.needs_own else Path(sys.executable)
 
+    def missing(self, files: ModelFiles, environments: Path) -> Failure | None:
+        """Why it need not be tried."""
+        if self.python(environments) is None:
+            return Failure(f"not installed: there is no {Path(self.environment, 'bin', 'python')} in --environments")
+        if self.takes_gguf and files.gguf is None:
+            return Failure("not run: it takes GGUF files, and the model is none")
+        return None
+
     def run(self, request: Request, files: ModelFiles, environments: Path, timeout_s: float) -> Outcome | Failure:
         """One run in a process of its own."""
         python = self.python(environments)
-        if python is None:
-            return Failure(f"not installed: no {environments / self.environment / 'bin' / 'python'}")
         model = files.gguf if self.takes_gguf else files.safetensors
-        if model is None:
-            return Failure("not run: it takes GGUF files, and the model is none")
+        if python is None or model is None:
+            return self.missing(files, environments) or Failure("failed: its environment has gone")
         command = [str(python), str(SCRIPTS / self.script), *request.arguments(model)]
         return _answer_of(command, timeout_s)
 

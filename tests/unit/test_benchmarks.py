@@ -13,6 +13,7 @@ import pytest
 
 from batchkv.errors import UserError
 from benchmarks.comparison import Pair, Series, comparison_table, markdown, same_share
+from benchmarks.model_files import ModelFiles
 from benchmarks.offline import Job, parse_peers, take_turns
 from benchmarks.peer import BATCHKV, PEERS, SCRIPTS, Peer
 from benchmarks.protocol import Failure, Outcome, Request, parse_failure, parse_outcome
@@ -135,15 +136,22 @@ def test_peers_take_turns_with_batchkv_and_failures_are_not_repeated() -> None:
         order.append(peer.name)
         return Failure("failed: x") if peer is bad else OWN if peer is BATCHKV else OUTCOME
 
-    own, first, second = take_turns([good, bad], 2, run)
+    own, first, second = take_turns([good, bad], {}, 2, run)
     assert order == ["batchkv", "vllm", "batchkv", "max", "batchkv", "vllm"]
     assert [len(series.pairs) for series in (own, first, second)] == [3, 2, 0]
     assert second.failure == Failure("failed: x")
 
 
+def test_batchkv_is_run_alone_where_no_peer_is_installed() -> None:
+    missing = {"vllm": Failure("not installed: x")}
+    own, peer = take_turns([PEERS["vllm"]], missing, 2, lambda _: OWN)
+    assert [len(own.pairs), len(peer.pairs)] == [2, 0]
+    assert peer.failure == missing["vllm"]
+
+
 def test_a_failing_batchkv_ends_it() -> None:
     with pytest.raises(UserError, match="batchkv itself failed: x"):
-        list(take_turns([PEERS["vllm"]], 1, lambda _: Failure("failed: x")))
+        list(take_turns([PEERS["vllm"]], {}, 1, lambda _: Failure("failed: x")))
 
 
 def test_peers_are_named() -> None:
@@ -155,6 +163,9 @@ def test_peers_are_named() -> None:
 
 def test_peer_without_an_environment(tmp_path: Path) -> None:
     assert PEERS["vllm"].python(tmp_path) is None
+    missing = PEERS["vllm"].missing(ModelFiles(tmp_path, None), tmp_path)
+    assert missing == Failure("not installed: there is no vllm/bin/python in --environments")
+    assert PEERS["transformers"].missing(ModelFiles(tmp_path, None), tmp_path) is None
     assert PEERS["transformers"].python(tmp_path) == Path(sys.executable)
     assert all((SCRIPTS / peer.script).is_file() for peer in (BATCHKV, *PEERS.values()))
 
