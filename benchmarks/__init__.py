@@ -1,0 +1,1 @@
+"""Compares batchkv with its peers on the same job files."""

@@ -1,0 +1,106 @@
+"""batchkv itself, and the floor under it.
+
+The floor is the same model over as many tokens, in steps of the same sizes as the run has just had, with attention left
+out: what the job would cost if attention, scheduling and sampling were free.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from time import perf_counter
+from typing import Any
+
+from peer_protocol import Row, Samples, Task, answer, measure, parse_task, read_rows, with_floor
+
+STARTED = perf_counter()
+
+import polars as pl  # noqa: E402
+import torch  # noqa: E402
+from transformers import AttentionInterface  # noqa: E402
+
+from batchkv import Engine  # noqa: E402
+from batchkv.kv_layout import KVLayout, layer_specs  # noqa: E402
+from batchkv.model_loader import load_config, resolve_model  # noqa: E402
+
+LEFT_OUT = "left_out"
+
+
+@dataclass(frozen=True, slots=True)
+class StepSize:
+    """How much one forward pass had to do."""
+
+    tokens: int
+    logits: int
+
+
+def load(task: Task) -> Engine:
+    torch.set_num_threads(task.threads)
+    layout = KVLayout(layer_specs(load_config(resolve_model(str(task.model)))), getattr(torch, task.dtype).itemsize)
+    return Engine(
+        task.model,
+        dtype=task.dtype,
+        kv_memory=f"{task.kv_tokens * layout.bytes_per_token}B",
+        max_batch_rows=task.max_rows,
+    )
+
+
+def run(engine: Engine, job: pl.DataFrame, rows: list[Row]) -> Samples:
+    table = engine.run(job)
+    if errors := [error for error in table["error"].to_pylist() if error]:
+        raise RuntimeError(f"{len(errors)} rows have errors: {errors[0]}")
+    tokens = iter(table["token_ids"].to_pylist())
+    return [[next(tokens) for _ in range(row.params.n)] for row in rows]
+
+
+@contextmanager
+def recorded(model: torch.nn.Module) -> Iterator[list[StepSize]]:
+    """The sizes of the steps that go through the model meanwhile."""
+    steps: list[StepSize] = []
+
+    def record(_: torch.nn.Module, __: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        steps.append(StepSize(kwargs["input_ids"].shape[1], len(kwargs["logits_to_keep"])))
+
+    hook = model.register_forward_pre_hook(record, with_kwargs=True)
+    try:
+        yield steps
+    finally:
+        hook.remove()
+
+
+def no_attention(_: torch.nn.Module, query: torch.Tensor, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, None]:
+    """Of the shape that attention has: [1, T, H, D] from [1, H, T, D]."""
+    return query.transpose(1, 2), None
+
+
+def floor(engine: Engine, steps: list[StepSize]) -> float:
+    """Seconds that the steps take without attention."""
+    AttentionInterface.register(LEFT_OUT, no_attention)
+    engine.model.set_attn_implementation(LEFT_OUT)
+    engine.model.train(False)
+    started = perf_counter()
+    with torch.inference_mode():
+        for step in steps:
+            positions = torch.arange(step.tokens).unsqueeze(0)
+            engine.model(
+                input_ids=positions % engine.model.config.vocab_size,
+                position_ids=positions,
+                use_cache=False,
+                logits_to_keep=torch.arange(step.tokens - step.logits, step.tokens),
+            )
+    return perf_counter() - started
+
+
+def main() -> None:
+    task = parse_task()
+    engine = load(task)
+    rows = read_rows(task.job, task.limit)
+    job = pl.read_parquet(task.job, n_rows=task.limit)
+    with recorded(engine.model) as steps:
+        result = measure(STARTED, rows, lambda rows: run(engine, job, rows), distribution="batchkv")
+    answer(with_floor(result, floor(engine, steps)))
+
+
+if __name__ == "__main__":
+    main()
