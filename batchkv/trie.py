@@ -19,7 +19,7 @@ import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from batchkv.intervals import IntArray, intervals_from_lcp
+from batchkv.intervals import IntArray, intervals_from_lcp, sums_from_root
 from batchkv.token_arena import TokenArena
 
 _COMPARE_TOKENS = 64  # tokens compared at once per pair of neighbours
@@ -86,10 +86,7 @@ class PrefixTrie:
 
     def sum_over_paths(self, values: IntArray) -> npt.NDArray[np.int64]:
         """int64 [nodes]: `values` [nodes] summed from the root down to each node."""
-        total = values.astype(np.int64)
-        for level in self._levels():
-            total[level] += total[self.parent[level]]
-        return total
+        return sums_from_root(values, self.prompt_lo, self.prompt_hi)
 
     def reordered(self, child_key: npt.NDArray[np.float64]) -> PrefixTrie:
         """The same trie with the children of every node sorted by `child_key` [nodes], ties as they were.
@@ -128,12 +125,6 @@ class PrefixTrie:
             prompt_row=self.prompt_row[prompt_order],
             row_prompt=row_prompt,
         )
-
-    def _levels(self) -> list[npt.NDArray[np.int64]]:
-        """Nodes of depth 1, 2, ...: a pass over them sees every parent before its children."""
-        by_depth = np.argsort(self.depth, kind="stable")
-        ends = np.cumsum(np.bincount(self.depth))
-        return np.split(by_depth, ends[:-1])[1:]
 
 
 def build_trie(arena: TokenArena, group: npt.NDArray[np.int64] | None = None) -> PrefixTrie:
@@ -175,15 +166,24 @@ def build_trie(arena: TokenArena, group: npt.NDArray[np.int64] | None = None) ->
 def _lexicographic_order(
     arena: TokenArena, rows: npt.NDArray[np.int64], group_of: npt.NDArray[np.int64]
 ) -> npt.NDArray[np.int64]:
-    """Positions that sort `rows` by (group, tokens, row): big-endian bytes sort as the tokens do."""
-    if len(rows) == 0:
-        return np.zeros(0, np.int64)
-    data = pa.py_buffer(arena.tokens.astype(">u4").tobytes())
-    offsets = pa.py_buffer((arena.offsets * 4).astype(np.int64).tobytes())
-    prompts = pa.Array.from_buffers(pa.large_binary(), arena.num_rows, [None, offsets, data])
-    keys = pa.table({"group": group_of, "tokens": prompts.take(pa.array(rows)), "row": rows})
-    by = [(name, "ascending") for name in keys.column_names]
-    order: npt.NDArray[np.int64] = pc.sort_indices(keys, sort_keys=by).to_numpy().astype(np.int64)
+    """Positions that sort `rows` by (group, tokens, row)."""
+    position = np.full(arena.num_rows, -1, np.int64)
+    position[rows] = np.arange(len(rows))
+    by_tokens = position[_rows_by_tokens(arena)]
+    by_tokens = by_tokens[by_tokens >= 0]
+    return by_tokens[np.argsort(group_of[by_tokens], kind="stable")]
+
+
+def _rows_by_tokens(arena: TokenArena) -> npt.NDArray[np.int64]:
+    """All rows sorted by their tokens (where a row was dropped, by those that it had), equal ones by row.
+
+    As Arrow binary: big-endian bytes sort as the tokens do. Where all tokens fit, two bytes of each are enough.
+    """
+    largest = int(arena.tokens.view(np.uint32).max(initial=0))
+    keys = arena.tokens.astype(">u2" if largest < 1 << 16 else ">u4")
+    offsets = arena.offsets * keys.itemsize
+    binary = pa.Array.from_buffers(pa.large_binary(), arena.num_rows, [None, *map(pa.py_buffer, (offsets, keys))])
+    order: npt.NDArray[np.int64] = pc.sort_indices(binary).to_numpy().astype(np.int64)
     return order
 
 
