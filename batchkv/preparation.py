@@ -6,6 +6,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+import numpy as np
+import numpy.typing as npt
+
 from batchkv.config import EngineConfig
 from batchkv.errors import RowError
 from batchkv.job import Job
@@ -17,8 +20,6 @@ from batchkv.token_arena import TokenArena
 from batchkv.tokenization import check_prompts, tokenize
 
 if TYPE_CHECKING:
-    import numpy as np
-    import numpy.typing as npt
     from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
 
@@ -105,7 +106,8 @@ def prepare(
 def _without_text(job: Job, errors: Mapping[int, RowError]) -> dict[int, RowError]:
     """Rows with stop strings, which are found in text: without a tokenizer there is none."""
     error = RowError("bad_parameter", "stop is set, but there is no tokenizer to find it: name one, or stop_token_ids")
-    return {row: error for row, params in enumerate(job.params) if params.stop and row not in errors}
+    has_stop = job.params.column(lambda params: bool(params.stop), np.bool_)
+    return {row: error for row in np.flatnonzero(has_stop).tolist() if row not in errors}
 
 
 def _preview(tokenizer: PreTrainedTokenizerBase | None) -> Detokenize | None:

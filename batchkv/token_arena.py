@@ -10,6 +10,8 @@ import numpy.typing as npt
 
 TokenIds = npt.NDArray[np.int32]
 
+_ROWS_TAKEN = 1 << 12  # rows copied at once: bounds the temporaries
+
 
 @dataclass(frozen=True, slots=True)
 class TokenArena:
@@ -49,3 +51,36 @@ class TokenArena:
         lengths = self.lengths.copy()
         lengths[np.fromiter(rows, np.int64)] = 0
         return replace(self, lengths=lengths)
+
+    def tokens_outside(self, vocab_size: int) -> tuple[npt.NDArray[np.int64], TokenIds]:
+        """The rows (dropped ones too) with token ids that are not in `[0, vocab_size)`, and the first such id of each."""
+        positions = np.flatnonzero(self.tokens.view(np.uint32) >= vocab_size)  # unsigned, negative ids are the largest
+        rows, first = np.unique(np.searchsorted(self.offsets, positions, side="right") - 1, return_index=True)
+        return rows, self.tokens[positions[first]]
+
+    def take(self, rows: npt.NDArray[np.int64]) -> TokenArena:
+        """An arena of `rows` of this one, in that order; a row without tokens for -1."""
+        if np.array_equal(rows, np.arange(self.num_rows)):
+            return self
+        lengths = np.zeros(len(rows), np.int64)
+        lengths[rows >= 0] = self.lengths[rows[rows >= 0]]
+        taken = TokenArena.from_lengths(np.empty(int(lengths.sum()), np.int32), lengths)
+        for lo in range(0, len(rows), _ROWS_TAKEN):
+            hi = min(lo + _ROWS_TAKEN, len(rows))
+            to = taken.offsets[lo:hi]
+            at = np.arange(to[0], taken.offsets[hi]) + np.repeat(self.offsets[rows[lo:hi]] - to, lengths[lo:hi])
+            taken.tokens[to[0] : taken.offsets[hi]] = self.tokens[at]
+        return taken
+
+
+def joined(arenas: Sequence[TokenArena]) -> TokenArena:
+    """The rows of all `arenas`, one after the other."""
+    if len(arenas) == 1:
+        return arenas[0]
+    ends = np.cumsum([len(arena.tokens) for arena in arenas])
+    starts = [arena.offsets[:-1] + end - len(arena.tokens) for arena, end in zip(arenas, ends, strict=True)]
+    return TokenArena(
+        np.concatenate([arena.tokens for arena in arenas]),
+        np.concatenate([*starts, ends[-1:]]),
+        np.concatenate([arena.lengths for arena in arenas]),
+    )
