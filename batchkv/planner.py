@@ -201,7 +201,9 @@ def child_orders(trie: PrefixTrie, job: Job, new_tokens: npt.NDArray[np.int64]) 
     output = np.bincount(trie.row_prompt[has_prompt], (new_tokens * samples)[has_prompt], minlength=trie.num_prompts)
     np.add.at(own, trie.prompt_node, output.astype(np.int64))
     before = np.concatenate([[0], np.cumsum(own)])
-    weight = (before[subtree_ends(trie.prompt_lo, trie.prompt_hi)] - before[:-1]) / (trie.prompt_hi - trie.prompt_lo).clip(1)
+    weight = (before[subtree_ends(trie.prompt_lo, trie.prompt_hi)] - before[:-1]) / (
+        trie.prompt_hi - trie.prompt_lo
+    ).clip(1)
     return {"longest first": -weight, "long and short in turn": _alternate(trie, -weight)}
 
 
@@ -246,9 +248,11 @@ def list_sequences(
 
 
 def _first_twins(job: Job, rows: npt.NDArray[np.int64], row_prompt: npt.NDArray[np.int32]) -> npt.NDArray[np.int64]:
-    """int64 [rows]: where in `rows` the first one stands that must give the same tokens; the row itself if none does."""
+    """int64 [rows]: where in `rows` the first row stands that must give the same tokens, perhaps the row itself."""
     number: dict[SamplingParams | None, int] = {None: 0}
-    what_decides = job.params.column(lambda params: number.setdefault(_what_decides(params), len(number)), np.int64)[rows]
+    what_decides = job.params.column(lambda params: number.setdefault(_what_decides(params), len(number)), np.int64)[
+        rows
+    ]
     same_tokens = row_prompt[rows] * np.int64(len(number)) + what_decides
     _, first, twins = np.unique(same_tokens, return_index=True, return_inverse=True)
     first_twin: npt.NDArray[np.int64] = np.where(what_decides > 0, first[twins], np.arange(len(rows)))

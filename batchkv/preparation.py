@@ -16,6 +16,7 @@ from batchkv.job_plan import Plan
 from batchkv.kv_layout import KVLayout, layer_specs
 from batchkv.metrics import RunMetrics
 from batchkv.planner import Detokenize, Limits, check_kv_budget, make_plan
+from batchkv.progress import OnProgress, no_progress
 from batchkv.token_arena import TokenArena
 from batchkv.tokenization import check_prompts, tokenize
 
@@ -73,6 +74,7 @@ def prepare(
     kv_bytes: int,
     device_type: str,
     metrics: RunMetrics,
+    on_progress: OnProgress = no_progress,
 ) -> PreparedJob:
     """Tokenizes and plans a job.
 
@@ -88,7 +90,7 @@ def prepare(
         share_prefixes=not config.no_prefix_sharing,
     )
     with metrics.timed("tokenize"):
-        arena, errors = tokenize(job, tokenizer)
+        arena, errors = tokenize(job, tokenizer, on_progress)
         errors = {**errors, **job.errors}
         if tokenizer is None:
             errors |= _without_text(job, errors)
@@ -96,6 +98,7 @@ def prepare(
             arena, job, vocab_size=facts.vocab_size, context_length=facts.context_length, errors=errors
         )
         arena = arena.with_rows_dropped(errors)
+    on_progress("plan", 0, 0)
     with metrics.timed("plan"):
         errors |= check_kv_budget(job, arena, facts.layout, limits)
         arena = arena.with_rows_dropped(errors)

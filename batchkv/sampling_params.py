@@ -95,7 +95,7 @@ class RowParams:
         return len(self.index)
 
     def __getitem__(self, row: int) -> SamplingParams:
-        return self.distinct[self.index[row]]
+        return self.distinct[int(self.index[row])]
 
     def __iter__(self) -> Iterator[SamplingParams]:
         return (self.distinct[i] for i in self.index.tolist())

@@ -53,7 +53,7 @@ class TokenArena:
         return replace(self, lengths=lengths)
 
     def tokens_outside(self, vocab_size: int) -> tuple[npt.NDArray[np.int64], TokenIds]:
-        """The rows (dropped ones too) with token ids that are not in `[0, vocab_size)`, and the first such id of each."""
+        """The rows (dropped ones too) with a token id that is not in `[0, vocab_size)`, and the first of these ids."""
         positions = np.flatnonzero(self.tokens.view(np.uint32) >= vocab_size)  # unsigned, negative ids are the largest
         rows, first = np.unique(np.searchsorted(self.offsets, positions, side="right") - 1, return_index=True)
         return rows, self.tokens[positions[first]]

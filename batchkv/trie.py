@@ -18,12 +18,16 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
+from numpy.lib.stride_tricks import sliding_window_view
 
 from batchkv.intervals import IntArray, intervals_from_lcp, sums_from_root
 from batchkv.token_arena import TokenArena
 
 _COMPARE_TOKENS = 64  # tokens compared at once per pair of neighbours
-_COMPARE_PAIRS = 1 << 14  # pairs compared at once: bounds the temporaries to 4 MiB
+_COMPARE_PAIRS = 1 << 14  # pairs compared at once: bounds the temporaries to some 10 MB
+
+Int64Array = npt.NDArray[np.int64]
+_Keys = npt.NDArray[np.unsignedinteger]
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +54,7 @@ class PrefixTrie:
     prompt_lo: npt.NDArray[np.int32]
     prompt_hi: npt.NDArray[np.int32]
     prompt_node: npt.NDArray[np.int32]
-    prompt_row: npt.NDArray[np.int64]
+    prompt_row: Int64Array
     row_prompt: npt.NDArray[np.int32]
 
     @property
@@ -84,7 +88,7 @@ class PrefixTrie:
         first = int(arena.offsets[self.prompt_row[self.prompt_lo[node]]])
         return arena.tokens[first + int(self.start[node]) : first + int(self.end[node])]
 
-    def sum_over_paths(self, values: IntArray) -> npt.NDArray[np.int64]:
+    def sum_over_paths(self, values: IntArray) -> Int64Array:
         """int64 [nodes]: `values` [nodes] summed from the root down to each node."""
         return sums_from_root(values, self.prompt_lo, self.prompt_hi)
 
@@ -105,7 +109,7 @@ class PrefixTrie:
         new_lo = self.sum_over_paths(new_lo)
         return self._renumbered(new_lo)
 
-    def _renumbered(self, new_lo: npt.NDArray[np.int64]) -> PrefixTrie:
+    def _renumbered(self, new_lo: Int64Array) -> PrefixTrie:
         order = np.lexsort((self.end, new_lo))  # preorder: an interval's parent starts no later and ends earlier
         new_node = np.empty(self.num_nodes, np.int32)
         new_node[order] = np.arange(self.num_nodes, dtype=np.int32)
@@ -127,7 +131,7 @@ class PrefixTrie:
         )
 
 
-def build_trie(arena: TokenArena, group: npt.NDArray[np.int64] | None = None) -> PrefixTrie:
+def build_trie(arena: TokenArena, group: Int64Array | None = None) -> PrefixTrie:
     """The prefix trie of all rows that have tokens.
 
     Args:
@@ -136,10 +140,11 @@ def build_trie(arena: TokenArena, group: npt.NDArray[np.int64] | None = None) ->
     """
     rows = np.flatnonzero(arena.lengths > 0)
     group_of = np.zeros(len(rows), np.int64) if group is None else group[rows]
-    order = _lexicographic_order(arena, rows, group_of)
+    keys = _sort_keys(arena)
+    order = _lexicographic_order(arena, keys, rows, group_of)
     rows, group_of = rows[order], group_of[order]
     lengths = arena.lengths[rows]
-    common = _common_with_previous(arena, rows, group_of)
+    common = _common_with_previous(arena, keys, rows, group_of)
     is_twin = np.zeros(len(rows), bool)
     is_twin[1:] = (common[1:] == lengths[1:]) & (common[1:] == lengths[:-1])
     row_prompt = np.full(arena.num_rows, -1, np.int32)
@@ -163,62 +168,49 @@ def build_trie(arena: TokenArena, group: npt.NDArray[np.int64] | None = None) ->
     )
 
 
-def _lexicographic_order(
-    arena: TokenArena, rows: npt.NDArray[np.int64], group_of: npt.NDArray[np.int64]
-) -> npt.NDArray[np.int64]:
-    """Positions that sort `rows` by (group, tokens, row)."""
-    position = np.full(arena.num_rows, -1, np.int64)
-    position[rows] = np.arange(len(rows))
-    by_tokens = position[_rows_by_tokens(arena)]
-    by_tokens = by_tokens[by_tokens >= 0]
-    return by_tokens[np.argsort(group_of[by_tokens], kind="stable")]
+def _sort_keys(arena: TokenArena) -> _Keys:
+    """The arena's tokens as big-endian numbers, whose bytes sort as the tokens do; zeros for a last block behind them.
 
-
-def _rows_by_tokens(arena: TokenArena) -> npt.NDArray[np.int64]:
-    """All rows sorted by their tokens (where a row was dropped, by those that it had), equal ones by row.
-
-    As Arrow binary: big-endian bytes sort as the tokens do. Where all tokens fit, two bytes of each are enough.
+    It is the only copy of all tokens that planning makes, so they have two bytes each where that is enough.
     """
     largest = int(arena.tokens.view(np.uint32).max(initial=0))
-    keys = arena.tokens.astype(">u2" if largest < 1 << 16 else ">u4")
-    offsets = arena.offsets * keys.itemsize
-    binary = pa.Array.from_buffers(pa.large_binary(), arena.num_rows, [None, *map(pa.py_buffer, (offsets, keys))])
-    order: npt.NDArray[np.int64] = pc.sort_indices(binary).to_numpy().astype(np.int64)
+    keys = np.zeros(len(arena.tokens) + _COMPARE_TOKENS, ">u2" if largest < 1 << 16 else ">u4")
+    keys[: len(arena.tokens)] = arena.tokens
+    return keys
+
+
+def _lexicographic_order(arena: TokenArena, keys: _Keys, rows: Int64Array, group_of: Int64Array) -> Int64Array:
+    """Positions that sort `rows` by (group, tokens, row)."""
+    # Rows that were dropped are sorted too, by the tokens that they had, and left out then.
+    offsets = pa.py_buffer(arena.offsets * keys.itemsize)
+    prompts = pa.Array.from_buffers(pa.large_binary(), arena.num_rows, [None, offsets, pa.py_buffer(keys)])
+    position = np.full(arena.num_rows, -1, np.int64)
+    position[rows] = np.arange(len(rows))
+    by_tokens = position[pc.sort_indices(prompts).to_numpy()]  # stable: equal ones stay in the order of rows
+    by_tokens = by_tokens[by_tokens >= 0]
+    order: Int64Array = by_tokens[np.argsort(group_of[by_tokens], kind="stable")]
     return order
 
 
-def _common_with_previous(
-    arena: TokenArena, rows: npt.NDArray[np.int64], group_of: npt.NDArray[np.int64]
-) -> npt.NDArray[np.int64]:
+def _common_with_previous(arena: TokenArena, keys: _Keys, rows: Int64Array, group_of: Int64Array) -> Int64Array:
     """int64 [rows]: leading tokens that each of the sorted rows shares with the row before it."""
+    blocks = sliding_window_view(keys.view(keys.dtype.newbyteorder("=")), _COMPARE_TOKENS)  # views, by first token
     common = np.zeros(len(rows), np.int64)
     pairs = np.flatnonzero(group_of[1:] == group_of[:-1]) + 1
     for chunk in np.split(pairs, range(_COMPARE_PAIRS, len(pairs), _COMPARE_PAIRS)):
         left, right = rows[chunk - 1], rows[chunk]
         limit = np.minimum(arena.lengths[left], arena.lengths[right])
-        common[chunk] = _common_lengths(arena, arena.offsets[left], arena.offsets[right], limit)
+        common[chunk] = _common_lengths(blocks, arena.offsets[left], arena.offsets[right], limit)
     return common
 
 
-def _common_lengths(
-    arena: TokenArena,
-    left: npt.NDArray[np.int64],
-    right: npt.NDArray[np.int64],
-    limit: npt.NDArray[np.int64],
-) -> npt.NDArray[np.int64]:
-    """How many of the `limit` tokens from arena positions `left` and `right` on agree."""
+def _common_lengths(blocks: _Keys, left: Int64Array, right: Int64Array, limit: Int64Array) -> Int64Array:
+    """How many of the `limit` tokens from `left` and `right` on agree, compared block by block."""
     common = np.zeros(len(left), np.int64)
     active = np.flatnonzero(limit > 0)
-    columns = np.arange(_COMPARE_TOKENS)
-    last = max(len(arena.tokens) - 1, 0)
     while len(active):
-        at = common[active, None] + columns
-        same = (
-            arena.tokens[np.minimum(left[active, None] + at, last)]
-            == arena.tokens[np.minimum(right[active, None] + at, last)]
-        )
-        same &= at < limit[active, None]
-        run = np.where(same.all(axis=1), _COMPARE_TOKENS, same.argmin(axis=1))
-        common[active] += run
-        active = active[(run == _COMPARE_TOKENS) & (common[active] < limit[active])]
-    return common
+        at = common[active]
+        same = blocks[left[active] + at] == blocks[right[active] + at]
+        common[active] += np.where(same.all(axis=1), _COMPARE_TOKENS, same.argmin(axis=1))
+        active = active[(common[active] == at + _COMPARE_TOKENS) & (common[active] < limit[active])]
+    return np.minimum(common, limit)

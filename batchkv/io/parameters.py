@@ -55,9 +55,7 @@ def read_parameters(
     return RowParams(tuple(number), index[combinations]), errors
 
 
-def _combinations(
-    layers: Sequence[_Layer], num_rows: int
-) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+def _combinations(layers: Sequence[_Layer], num_rows: int) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
     """Which combination of cells each row has, numbered from 0, and the first row of each combination."""
     combinations = np.zeros(num_rows, dtype=np.int64)
     for codes, values in layers:

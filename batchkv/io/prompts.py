@@ -14,6 +14,7 @@ import pyarrow.compute as pc
 
 from batchkv.errors import RowError, RowErrorCode
 from batchkv.io.columns import PROMPT_COLUMNS, Column, decoded, is_given, is_list, is_string, kind_of, shown
+from batchkv.io.token_lists import as_int32, holds_integers, list_lengths
 from batchkv.token_arena import TokenArena
 
 Message: TypeAlias = dict[str, Any]
@@ -23,7 +24,6 @@ Prompt: TypeAlias = "str | list[Message] | npt.NDArray[np.int32]"
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
 MAX_TOKEN_ID = 2**31 - 1
-_CAST_TOKENS = 1 << 20  # token ids of another type made int32 at once: bounds the temporaries to some 20 MB
 
 
 class _BadPromptError(ValueError):
@@ -202,30 +202,16 @@ def _without_nulls(value: Any) -> Any:
 def _token_lists(column: Column, wanted: Bools) -> tuple[TokenArena, dict[int, RowError]]:
     if isinstance(column, list):
         return _listed_token_ids(column, wanted)
-    dtype = column.type
-    # A list of nulls is what Arrow makes of empty lists alone.
-    if not is_list(dtype) or not (pa.types.is_integer(dtype.value_type) or pa.types.is_null(dtype.value_type)):
-        error = RowError("bad_prompt", f"prompt_token_ids is {dtype}, must be a list of integers")
+    if not holds_integers(column.type):
+        error = RowError("bad_prompt", f"prompt_token_ids is {column.type}, must be a list of integers")
         return _no_token_ids(len(column)), _all_bad(wanted, error)
-    lengths = pc.list_value_length(column).fill_null(0).to_numpy().astype(np.int64)
-    parts = [_as_int32(pc.list_flatten(chunk)) for chunk in column.chunks]
+    lengths = list_lengths(column)
+    parts = [as_int32(pc.list_flatten(chunk)) for chunk in column.chunks]
     arena = TokenArena.from_lengths(parts[0] if len(parts) == 1 else np.concatenate([_NO_TOKENS, *parts]), lengths)
     is_bad = np.zeros(len(column), dtype=np.bool_)
     is_bad[arena.tokens_outside(MAX_TOKEN_ID + 1)[0]] = True
     errors = _all_bad(wanted & is_bad, _BAD_TOKEN_ID) | _all_bad(wanted & (lengths == 0), _EMPTY_LIST)
     return arena.with_rows_dropped(np.flatnonzero(~wanted | is_bad)), errors
-
-
-def _as_int32(values: pa.Array) -> npt.NDArray[np.int32]:
-    """Integers as int32, -1 for what does not fit and for null; a view of those that are int32 already."""
-    if values.type == pa.int32() and not values.null_count:
-        return values.to_numpy()  # type: ignore[no-any-return]
-    tokens = np.empty(len(values), dtype=np.int32)
-    for start in range(0, len(values), _CAST_TOKENS):
-        # Unsafe: an unsigned id too big wraps to a negative one, an error of its row and not of the column.
-        wide = values.slice(start, _CAST_TOKENS).cast(pa.int64(), safe=False).fill_null(-1).to_numpy()
-        tokens[start : start + _CAST_TOKENS] = np.where(wide > MAX_TOKEN_ID, -1, wide.clip(-1))
-    return tokens
 
 
 def _listed_token_ids(cells: list[Any], wanted: Bools) -> tuple[TokenArena, dict[int, RowError]]:

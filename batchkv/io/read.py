@@ -15,7 +15,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from batchkv.errors import RowError, UserError
-from batchkv.io.columns import JOB_COLUMNS, Column, kind_of, to_cells
+from batchkv.io.columns import JOB_COLUMNS, TOKEN_IDS_COLUMN, Column, kind_of, to_cells
+from batchkv.io.token_lists import compact, holds_integers
 
 if TYPE_CHECKING:
     import polars as pl
@@ -25,6 +26,7 @@ Jobs: TypeAlias = "StrPath | Sequence[StrPath] | pa.Table | pl.DataFrame"
 
 # Arrow writes Parquet columns of any depth, but reads back no more than about 45 levels.
 MAX_JSON_DEPTH = 32
+_LISTS_READ = 2048  # rows of a Parquet file with token ids that are read at once
 _ESCAPED_SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
 
 
@@ -106,7 +108,16 @@ def _read_file(path: Path) -> JobTable:
 def _read_parquet(path: Path) -> JobTable:
     # Not `pq.read_table`: that adds columns for folders named `key=value`.
     with pq.ParquetFile(path) as file:
-        return _from_arrow(file.read(), str(path))
+        schema = file.schema_arrow
+        index = schema.get_field_index(TOKEN_IDS_COLUMN)  # -1 if there are none or two
+        if index < 0 or not holds_integers(schema.field(index).type):
+            return _from_arrow(file.read(), str(path))
+        # At once, lists take five times the memory of their values.
+        batches = [
+            batch.set_column(index, TOKEN_IDS_COLUMN, compact(batch.column(index)))
+            for batch in file.iter_batches(_LISTS_READ)
+        ]
+        return _from_arrow(pa.Table.from_batches(batches, None if batches else schema), str(path))
 
 
 def _read_ipc(path: Path) -> JobTable:
