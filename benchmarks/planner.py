@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from multiprocessing import get_context
 from pathlib import Path
 from statistics import median
-from time import perf_counter
+from time import perf_counter, process_time
 from typing import Any, ParamSpec, TypeVar
 
 import numpy as np
@@ -51,7 +51,7 @@ P, T = ParamSpec("P"), TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class Cost:
-    """Of planning one job; `peak_bytes` is how much the process grew at most."""
+    """Of planning one job: seconds by the clock and of the CPU; `peak_bytes` is how much the process grew at most."""
 
     rows: int
     nodes: int
@@ -59,6 +59,7 @@ class Cost:
     read_s: float
     check_s: float
     plan_s: float
+    cpu_s: float
     peak_bytes: int
 
     @property
@@ -102,7 +103,7 @@ def write_forest(path: Path, rows: int, seed: int) -> None:
 def plan_file(path: Path) -> Cost:
     """What `batchkv plan` does with a job file."""
     before = psutil.Process().memory_info().rss
-    started = perf_counter()
+    started, cpu_started = perf_counter(), process_time()
     job = read_job(path, SamplingParams())
     read_s = perf_counter() - started
     metrics = RunMetrics()
@@ -115,6 +116,7 @@ def plan_file(path: Path) -> Cost:
         read_s=read_s,
         check_s=metrics.tokenize_s,
         plan_s=metrics.plan_s,
+        cpu_s=process_time() - cpu_started,
         peak_bytes=peak_bytes() - before,
     )
 
@@ -169,17 +171,8 @@ def main() -> None:
 
 
 def print_costs(sizes: list[int], seed: int) -> None:
-    titles = (
-        "rows",
-        "nodes",
-        "prefill tokens",
-        "read s",
-        "check s",
-        "plan s",
-        "all s",
-        "peak / tokens",
-        "10x rows cost",
-    )
+    """Peak memory is a multiple of the tokens' own; the last column is by the clock and of the CPU."""
+    titles = ("rows", "nodes", "prefill tokens", "read s", "check s", "plan s", "all s", "CPU s", "peak", "10x rows")
     print(f"| {' | '.join(titles)} |\n|{'---|' * len(titles)}")
     before: Cost | None = None
     for rows in sorted(sizes):
@@ -187,17 +180,19 @@ def print_costs(sizes: list[int], seed: int) -> None:
             path = Path(folder) / "jobs.parquet"
             in_own_process(write_forest, path, rows, seed)
             cost = in_own_process(plan_file, path)
-        seconds = (f"{cost.read_s:.2f}", f"{cost.check_s:.2f}", f"{cost.plan_s:.2f}", f"{cost.seconds:.2f}")
-        counts = (f"{cost.rows:,}", f"{cost.nodes:,}", f"{cost.prefill_tokens:,}")
-        growth = f"{tenfold(before, cost):.1f}x" if before else ""
-        print(f"| {' | '.join((*counts, *seconds, f'{cost.peak_bytes / cost.token_bytes:.2f}', growth))} |", flush=True)
+        counts = (f"{count:,}" for count in (cost.rows, cost.nodes, cost.prefill_tokens))
+        seconds = (f"{s:.2f}" for s in (cost.read_s, cost.check_s, cost.plan_s, cost.seconds, cost.cpu_s))
+        peak = f"{cost.peak_bytes / cost.token_bytes:.2f}"
+        print(f"| {' | '.join((*counts, *seconds, peak, tenfold(before, cost)))} |", flush=True)
         before = cost
 
 
-def tenfold(small: Cost, large: Cost) -> float:
-    """How much longer ten times the rows take, if time grows as from the small job to the large one."""
-    exponent = math.log(large.seconds / small.seconds) / math.log(large.rows / small.rows)
-    return float(10**exponent)
+def tenfold(small: Cost | None, large: Cost) -> str:
+    """How many times longer ten times the rows take, if time grows as it does between these two."""
+    if small is None:
+        return ""
+    power = 1 / math.log10(large.rows / small.rows)
+    return f"{(large.seconds / small.seconds) ** power:.1f}, {(large.cpu_s / small.cpu_s) ** power:.1f}"
 
 
 def print_rates(rates: list[tuple[int, float, float]]) -> None:

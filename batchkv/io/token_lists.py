@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
@@ -35,8 +37,19 @@ def as_int32(values: pa.Array) -> npt.NDArray[np.int32]:
     return tokens
 
 
-def compact(lists: pa.Array) -> pa.LargeListArray:
-    """The same lists of ids as int32, copied: what a file reader returns can hold on to twice as much memory."""
-    tokens = as_int32(pc.list_flatten(lists)).copy()
-    offsets = np.concatenate([np.zeros(1, np.int64), np.cumsum(list_lengths(lists))])
-    return pa.LargeListArray.from_arrays(pa.array(offsets), pa.array(tokens), mask=lists.is_null())
+def joined(chunks: Iterable[pa.Array], most_values: int) -> pa.LargeListArray:
+    """The lists of all `chunks`, which hold no more than `most_values`, as one array of int32.
+
+    Each chunk is copied to its place and let go before the next is made, so there is one copy and no second.
+    """
+    tokens = np.empty(most_values, dtype=np.int32)
+    filled = 0
+    lengths, is_null = [np.zeros(1, dtype=np.int64)], [pa.array([], pa.bool_())]
+    for chunk in chunks:
+        values = as_int32(pc.list_flatten(chunk))
+        tokens[filled : filled + len(values)] = values
+        filled += len(values)
+        lengths.append(list_lengths(chunk))
+        is_null.append(chunk.is_null())
+    offsets = pa.array(np.cumsum(np.concatenate(lengths)))
+    return pa.LargeListArray.from_arrays(offsets, pa.array(tokens[:filled]), mask=pa.concat_arrays(is_null))

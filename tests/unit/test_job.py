@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import polars as pl
 import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -164,6 +165,25 @@ class TestTokenIds:
             6: "bad_prompt",
         }
         assert [row for row, prompt in enumerate(job.prompts) if prompt is not None] == [0, 5]
+
+    @pytest.mark.parametrize("dtype", [pa.int32(), pa.int64(), pa.null()])
+    def test_a_file_read_in_parts_is_what_its_table_is(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, dtype: pa.DataType
+    ) -> None:
+        monkeypatch.setattr("batchkv.io.read._LISTS_READ", 3)
+        lists = [[1, 2], [], None, [-1], [1, None], [7] * 9, None, [3]] * 3
+        if pa.types.is_null(dtype):
+            lists = [[], None] * 12
+        texts = ["a" if ids is None else None for ids in lists]
+        columns = {"x": range(24), "prompt_token_ids": pa.array(lists, pa.list_(dtype)), "prompt": texts, "y": texts}
+        pq.write_table(pa.table(columns), tmp_path / "jobs.parquet", row_group_size=7)
+        read, given = read_job(tmp_path / "jobs.parquet", DEFAULTS), read_job(pa.table(columns), DEFAULTS)
+        assert [str(prompt) for prompt in read.prompts] == [str(prompt) for prompt in given.prompts]
+        assert read.errors == given.errors
+        assert read.carried.to_pydict() == given.carried.to_pydict()
+        assert read.carried.column_names == ["x", "y"]
+        pq.write_table(pa.table(columns)[:0], tmp_path / "empty.parquet")
+        assert read_job(tmp_path / "empty.parquet", DEFAULTS).num_rows == 0
 
     def test_an_id_beyond_64_bits_does_not_spoil_the_column(self) -> None:
         column = pa.array([[1], [2**64 - 1]], pa.list_(pa.uint64()))

@@ -135,6 +135,29 @@ def test_a_template_that_fails_is_an_error_of_its_row(role: str, message: str) -
     assert arena.lengths[1] > 0
 
 
+def test_the_template_is_applied_to_a_batch_at_once_and_to_each_only_if_one_fails(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    tokenizer = make_tokenizer()
+    applied: list[Any] = []
+    apply = PreTrainedTokenizerFast.apply_chat_template
+
+    def spy(self: Any, conversation: Any, **options: Any) -> Any:
+        applied.append(conversation)
+        return apply(self, conversation, **options)
+
+    monkeypatch.setattr(PreTrainedTokenizerFast, "apply_chat_template", spy)
+    monkeypatch.setattr("batchkv.tokenization.BATCH_TEXTS", 2)
+    conversations = [[{"role": role, "content": role}] for role in ("user", "assistant", "user", "tool")]
+    said: list[tuple[str, int, int]] = []
+    arena, errors = tokenize(job_of(messages=conversations), tokenizer, lambda *step: said.append(step))
+    assert applied == [conversations[:2], conversations[2:], *conversations[2:]]
+    assert errors.keys() == {3}
+    assert tokenizer.decode(arena.row(0)) == "<s><user>user<assistant>"
+    assert arena.row(0).tolist() == arena.row(2).tolist()
+    assert said == [("chat template", 2, 4), ("chat template", 4, 4), ("tokenize", 2, 2)]
+
+
 def test_without_a_chat_template_only_messages_fail() -> None:
     job = job_of(messages=[[{"role": "user", "content": "a"}], None], prompt=[None, "b"])
     arena, errors = tokenize(job, make_tokenizer(template=None))
