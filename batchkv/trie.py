@@ -23,8 +23,9 @@ from numpy.lib.stride_tricks import sliding_window_view
 from batchkv.intervals import IntArray, intervals_from_lcp, sums_from_root
 from batchkv.token_arena import TokenArena
 
-_COMPARE_TOKENS = 64  # tokens compared at once per pair of neighbours
-_COMPARE_PAIRS = 1 << 14  # pairs compared at once: bounds the temporaries to some 10 MB
+_COMPARE_TOKENS = 128  # tokens compared at once per pair of neighbours
+# Pairs compared at once: so few that a row is still in cache when the one behind it is compared with it.
+_COMPARE_PAIRS = 1 << 9
 
 Int64Array = npt.NDArray[np.int64]
 _Keys = npt.NDArray[np.unsignedinteger]
