@@ -129,10 +129,10 @@ def peak_bytes() -> int:
 
 def make_texts(count: int, seed: int) -> list[str]:
     """Texts of the words of the example job, all different."""
-    words = " ".join(pl.read_parquet(TICKETS)["ticket"]).split()
+    words = np.array(" ".join(pl.read_parquet(TICKETS)["ticket"]).split())
     rng = np.random.default_rng(seed)
     lengths = rng.integers(*WORDS_PER_TEXT, count)
-    return [" ".join(np.take(words, rng.integers(0, len(words), length))) for length in lengths.tolist()]
+    return [" ".join(words[rng.integers(0, len(words), length)].tolist()) for length in lengths.tolist()]
 
 
 @dataclass(frozen=True, slots=True)
