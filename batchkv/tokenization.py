@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Mapping
 from itertools import chain
-from typing import Any, Protocol, TypeVar
+from typing import Any, Protocol
 
 import jinja2
 import numpy as np
@@ -19,9 +18,7 @@ from batchkv.progress import OnProgress, no_progress
 from batchkv.token_arena import TokenArena, TokenIds, joined
 
 # Texts handed to the tokenizer at once: enough to keep its threads busy, few enough to keep memory flat.
-BATCH_TEXTS = 1024
-_In = TypeVar("_In")
-_Out = TypeVar("_Out")
+BATCH_TEXTS = 4096
 _NO_ERRORS: Mapping[int, RowError] = {}
 
 
@@ -152,37 +149,19 @@ def _reason(error: Exception, messages: list[Message]) -> str:
 def _encode(
     texts: pa.LargeStringArray, tokenizer: Tokenizer, on_progress: OnProgress, *, add_special_tokens: bool
 ) -> TokenArena:
-    """The token ids of each text.
-
-    The tokenizer works on the next batch, on all cores and without Python's lock, while the ids of the last one are
-    taken over.
-    """
+    """The token ids of each text."""
     if len(texts) == 0:
         return TokenArena.from_rows([])
     adds_bos = add_special_tokens and _adds_bos(tokenizer)
     tokens: list[TokenIds] = []
     lengths: list[npt.NDArray[np.int64]] = []
-    done = 0
-    batches = (texts.slice(start, BATCH_TEXTS).to_pylist() for start in range(0, len(texts), BATCH_TEXTS))
-    for ids in _one_ahead(lambda batch: _token_ids(batch, tokenizer, add_special_tokens), batches):
+    for start in range(0, len(texts), BATCH_TEXTS):
+        ids = _token_ids(texts.slice(start, BATCH_TEXTS).to_pylist(), tokenizer, add_special_tokens)
         lengths.append(np.fromiter(map(len, ids), np.int64, len(ids)))
         tokens.append(np.fromiter(chain.from_iterable(ids), np.int32, int(lengths[-1].sum())))
-        done += len(ids)
-        on_progress("tokenize", done, len(texts))
+        on_progress("tokenize", start + len(ids), len(texts))
     arena = TokenArena.from_lengths(np.concatenate(tokens), np.concatenate(lengths))
     return _without_second_bos(texts, arena, tokenizer) if adds_bos else arena
-
-
-def _one_ahead(function: Callable[[_In], _Out], items: Iterable[_In]) -> Iterator[_Out]:
-    """`function` of each item in turn; a thread is at the next one while the caller has the last."""
-    with ThreadPoolExecutor(1) as thread:
-        waiting: Future[_Out] | None = None
-        for item in items:
-            last, waiting = waiting, thread.submit(function, item)
-            if last is not None:
-                yield last.result()
-        if waiting is not None:
-            yield waiting.result()
 
 
 def _token_ids(texts: list[str], tokenizer: Tokenizer, add_special_tokens: bool) -> list[list[int]]:
