@@ -19,7 +19,7 @@ from batchkv.config import DEFAULT_MODEL, EngineConfig, parse_memory_size
 from batchkv.endings import Endings
 from batchkv.errors import RowError, UserError
 from batchkv.executor import Executor, Progress
-from batchkv.job import Job, Jobs, read_job
+from batchkv.job import Jobs, read_job
 from batchkv.job_plan import Plan
 from batchkv.kernels.attention import AttentionBackend
 from batchkv.kernels.selection import select_attention
@@ -38,6 +38,7 @@ from batchkv.model_runner import ModelRunner, paged_attention_of
 from batchkv.model_support import check_supported
 from batchkv.parity_probe import check_parity
 from batchkv.preparation import ModelFacts, PreparedJob, prepare
+from batchkv.progress import OnProgress, no_progress
 from batchkv.random_numbers import stream_key
 from batchkv.sampler import SamplingBatch
 from batchkv.sampling_params import SamplingParams
@@ -93,7 +94,7 @@ class Engine:
 
     def plan(self, jobs: Jobs, sampling: SamplingParams | None = None, *, limit: int | None = None) -> Plan:
         """What `run` would do."""
-        return self._prepare(read_job(jobs, sampling or SamplingParams(), limit=limit), RunMetrics()).plan
+        return self._prepare(jobs, sampling, limit, RunMetrics(), no_progress).plan
 
     def run(
         self,
@@ -102,6 +103,7 @@ class Engine:
         *,
         limit: int | None = None,
         on_prepared: OnPrepared | None = None,
+        on_progress: OnProgress = no_progress,
     ) -> pa.Table:
         """Generates for every row of a job.
 
@@ -110,6 +112,7 @@ class Engine:
             sampling: parameters of the rows that do not set their own.
             limit: only the first rows.
             on_prepared: called with the job before it is executed; what it returns is called after every step.
+            on_progress: called while the job is read, tokenized and planned.
 
         Returns:
             One row per (row, sample) in the order of the job. The summary is JSON in the schema's metadata under
@@ -121,9 +124,7 @@ class Engine:
         started = perf_counter()
         metrics = RunMetrics(load_s=self._load_s)
         self._load_s = 0.0  # counted once
-        with metrics.timed("read"):
-            job = read_job(jobs, sampling or SamplingParams(), limit=limit)
-        prepared = self._prepare(job, metrics)
+        prepared = self._prepare(jobs, sampling, limit, metrics, on_progress)
         progress = on_prepared(prepared) if on_prepared else _no_progress
         completions = self._execute(prepared, metrics, progress)
         with metrics.timed("write"):
@@ -144,7 +145,17 @@ class Engine:
         is_invariant = self._least_rows is not None
         return summarize(prepared.plan, errors, metrics, attention=self._backend.name, batch_invariant=is_invariant)
 
-    def _prepare(self, job: Job, metrics: RunMetrics) -> PreparedJob:
+    def _prepare(
+        self,
+        jobs: Jobs,
+        sampling: SamplingParams | None,
+        limit: int | None,
+        metrics: RunMetrics,
+        on_progress: OnProgress,
+    ) -> PreparedJob:
+        on_progress("read", 0, 0)
+        with metrics.timed("read"):
+            job = read_job(jobs, sampling or SamplingParams(), limit=limit)
         return prepare(
             job,
             self.tokenizer,
@@ -153,6 +164,7 @@ class Engine:
             kv_bytes=kv_budget_bytes(self.config),
             device_type=self.device.type,
             metrics=metrics,
+            on_progress=on_progress,
         )
 
     def _execute(self, prepared: PreparedJob, metrics: RunMetrics, progress: Progress) -> list[Completion | None]:
@@ -228,9 +240,12 @@ def plan(
     model: str = DEFAULT_MODEL,
     tokenizer: str | PreTrainedTokenizerBase | None = None,
     limit: int | None = None,
+    on_progress: OnProgress = no_progress,
     **config: Any,
 ) -> Plan:
     """What a job would do on `model`, from its config and tokenizer alone: no weights are loaded.
+
+    `on_progress` is called while the job is read, tokenized and planned.
 
     Raises:
         UserError: the job as a whole or the model is unusable.
@@ -242,6 +257,7 @@ def plan(
     check_supported(model_config)
     device = _execution_device(engine_config.device)
     dtype = resolve_dtype(engine_config.dtype, checkpoint_dtype(model_config), device)
+    on_progress("read", 0, 0)
     prepared = prepare(
         read_job(jobs, sampling or SamplingParams(), limit=limit),
         _tokenizer(model, tokenizer),
@@ -250,6 +266,7 @@ def plan(
         kv_bytes=kv_budget_bytes(engine_config),
         device_type=device.type,
         metrics=RunMetrics(),
+        on_progress=on_progress,
     )
     return prepared.plan
 

@@ -8,6 +8,7 @@ import numpy as np
 import numpy.typing as npt
 
 IntArray = npt.NDArray[np.int32] | npt.NDArray[np.int64]
+Int64Array = npt.NDArray[np.int64]
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,39 +33,58 @@ def intervals_from_lcp(lengths: IntArray, common: IntArray) -> Intervals:
         lengths: [sequences], items in each sequence.
         common: [sequences], leading items that each sequence has in common with the one before; `common[0] == 0`.
 
-    The standard stack pass over a longest-common-prefix array: one step per sequence, none per item.
+    A node is either a sequence's own end, `[i, i + 1)`, or what the sequences on both sides of a boundary have in
+    common: the interval around the boundary within which neighbours share at least as much. Array operations only.
     """
-    found: list[tuple[int, int, int]] = []  # (lo, end, hi): sorts into preorder
-    open_nodes = [(0, 0)]  # (end, lo), the path to the last sequence
-    for i, (length, shared) in enumerate(zip(lengths.tolist(), common.tolist(), strict=True)):
-        lo = i
-        while open_nodes[-1][0] > shared:
-            end, lo = open_nodes.pop()
-            found.append((lo, end, i))
-        if open_nodes[-1][0] < shared:
-            open_nodes.append((shared, lo))
-        if length > shared:
-            open_nodes.append((length, i))
-    found.extend((lo, end, len(lengths)) for end, lo in open_nodes)
-    found.sort()
-    lo_, end_, hi_ = (np.array(column, np.int32) for column in zip(*found, strict=True))
-    parent, depth = _parents(lo_, hi_)
-    start = np.where(parent < 0, 0, end_[parent]).astype(np.int32)
-    return Intervals(parent, start, end_, depth, lo_, hi_)
+    count = len(lengths)
+    # boundary i is between the sequences i - 1 and i; the outer ones are those of the root, where nothing is shared
+    shared = np.zeros(count + 1, np.int64)
+    shared[1:count] = common[1:]
+    boundary = np.flatnonzero(shared)
+    leaf = np.flatnonzero(lengths > np.maximum(shared[:-1], shared[1:]))
+    lo = np.concatenate([[0], _last_smaller(shared)[boundary], leaf])
+    hi = np.concatenate([[count], count - _last_smaller(shared[::-1])[count - boundary], leaf + 1])
+    end = np.concatenate([[0], shared[boundary], lengths[leaf]]).astype(np.int64)
+    # preorder; the boundaries within one node found it several times
+    _, first, node = np.unique(lo << 32 | end, return_index=True, return_inverse=True)
+    lo, hi, end = lo[first], hi[first], end[first]
+    node_at = np.zeros(count + 1, np.int64)  # the node of each boundary
+    node_at[boundary] = node[1 : 1 + len(boundary)]
+    parent = node_at[np.where(shared[lo] > shared[hi], lo, hi)]  # around a node, neighbours share its parent
+    parent[0] = -1
+    start = np.where(parent < 0, 0, end[parent])
+    depth = sums_from_root(np.ones(len(lo), np.int64), lo, hi) - 1
+    return Intervals(*(column.astype(np.int32) for column in (parent, start, end, depth, lo, hi)))
 
 
-def _parents(
-    lo: npt.NDArray[np.int32], hi: npt.NDArray[np.int32]
-) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.int32]]:
-    """Parent and depth of intervals in preorder: the innermost earlier interval that is still open."""
-    parent = np.full(len(lo), -1, np.int32)
-    depth = np.zeros(len(lo), np.int32)
-    path = [0]
-    his = hi.tolist()
-    for i, first in enumerate(lo.tolist()[1:], start=1):
-        while his[path[-1]] <= first:
-            path.pop()
-        parent[i] = path[-1]
-        depth[i] = len(path)
-        path.append(i)
-    return parent, depth
+def subtree_ends(lo: IntArray, hi: IntArray) -> Int64Array:
+    """int64 [nodes]: the node after the last one inside each of the intervals `[lo, hi)`, given in preorder."""
+    ends: Int64Array = np.searchsorted(lo, np.maximum(hi, lo + 1))  # the root is a node even around nothing
+    return ends
+
+
+def sums_from_root(values: IntArray, lo: IntArray, hi: IntArray) -> Int64Array:
+    """int64 [nodes]: `values` [nodes] summed over each of the intervals `[lo, hi)` and all around it.
+
+    A running sum over the preorder, from which each node's value is taken again where its subtree ends.
+    """
+    change = np.zeros(len(values) + 1, np.int64)
+    change[:-1] = values
+    np.subtract.at(change, subtree_ends(lo, hi), values)
+    total: Int64Array = np.cumsum(change[:-1])
+    return total
+
+
+def _last_smaller(values: Int64Array) -> Int64Array:
+    """int64 [values]: where the last smaller value before each value is; 0 for the smallest ones. None is negative.
+
+    A candidate that is too large leads to the candidate found for it so far, in all places at once: the way over
+    equal values is halved in every round. Over falling values it is one by one, but then the values are large, and
+    so long prefixes cannot be many.
+    """
+    candidate = np.arange(-1, len(values) - 1).clip(0)
+    active = np.flatnonzero(values)
+    while len(active):
+        active = active[values[candidate[active]] >= values[active]]
+        candidate[active] = candidate[candidate[active]]
+    return candidate

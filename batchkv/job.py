@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -24,11 +24,11 @@ from batchkv.io.columns import (
     storable,
 )
 from batchkv.io.parameters import read_parameters
-from batchkv.io.prompts import Message, Prompt, read_prompts
+from batchkv.io.prompts import Message, Prompt, Prompts, read_prompts
 from batchkv.io.read import Jobs, JobTable, read_jobs
-from batchkv.sampling_params import SamplingParams
+from batchkv.sampling_params import RowParams, SamplingParams
 
-__all__ = ["Job", "Jobs", "Message", "Prompt", "output_offsets", "read_job"]
+__all__ = ["Job", "Jobs", "Message", "Prompt", "Prompts", "output_offsets", "read_job"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,15 +37,15 @@ class Job:
 
     Attributes:
         ids: string or int64 [rows]; null where the file has none or one of another type.
-        prompts: text, a conversation or int32 token ids; None where the row has an error.
-        params: equal ones are one object; a row with an error has the defaults.
+        prompts: text, a conversation or int32 token ids; none where the row has an error.
+        params: a row with an error has the defaults.
         errors: by row number.
         carried: the columns that are copied to the result, in order; no columns if there are none.
     """
 
     ids: pa.Array
-    prompts: Sequence[Prompt | None]
-    params: Sequence[SamplingParams]
+    prompts: Prompts
+    params: RowParams
     errors: Mapping[int, RowError]
     carried: pa.Table
 
@@ -76,10 +76,8 @@ def read_job(jobs: Jobs, defaults: SamplingParams, *, limit: int | None = None) 
     params, param_errors = read_parameters(table.columns, defaults, table.num_rows)
     # The first thing that is wrong with a row is what it reports.
     errors = {**_unsupported(table), **param_errors, **prompt_errors, **id_errors, **table.errors}
-    for row in errors:
-        prompts[row] = None
-        params[row] = defaults
-    return Job(ids, prompts, params, dict(sorted(errors.items())), _carried(table))
+    params.index[list(errors)] = 0  # the defaults
+    return Job(ids, prompts.without(errors), params, dict(sorted(errors.items())), _carried(table))
 
 
 def output_offsets(job: Job, errors: Mapping[int, RowError]) -> npt.NDArray[np.int64]:
@@ -87,7 +85,7 @@ def output_offsets(job: Job, errors: Mapping[int, RowError]) -> npt.NDArray[np.i
 
     int64 [rows + 1]. A row has `n` slots, a row with an error (in `job` or in `errors`) has one.
     """
-    counts = np.fromiter((params.n for params in job.params), dtype=np.int64, count=job.num_rows)
+    counts = job.params.column(lambda params: params.n, np.int64)
     counts[[*errors, *job.errors]] = 1
     return np.concatenate([np.zeros(1, dtype=np.int64), np.cumsum(counts)])
 

@@ -141,7 +141,8 @@ class Plan:
         return lines
 
     def _draw_children(self, node: int, indent: str, rows: npt.NDArray[np.int64], lines: list[str]) -> None:
-        children = np.flatnonzero(self.trie.parent == node)
+        end = np.searchsorted(self.trie.prompt_lo, self.trie.prompt_hi[node])  # of its subtree
+        children = np.flatnonzero(self.trie.parent[node + 1 : end] == node) + node + 1
         saved = self.trie.lengths[children] * (rows[children] - 1)
         shared = children[np.argsort(-saved, kind="stable")][: int((saved > 0).sum())]
         drawn = shared[:_TREE_CHILDREN] if self.trie.depth[node] < _TREE_DEPTH else shared[:0]

@@ -14,13 +14,13 @@ import pyarrow as pa
 import torch
 
 from batchkv.errors import UserError
-from batchkv.job import Job
+from batchkv.job import Job, Prompts
 from batchkv.kernels.selection import select_attention
 from batchkv.kv_layout import KVLayout, layer_specs
 from batchkv.model_runner import ModelRunner, paged_attention_of
 from batchkv.model_support import tiny_config, tiny_model
 from batchkv.planner import Limits, make_plan
-from batchkv.sampling_params import SamplingParams
+from batchkv.sampling_params import RowParams, SamplingParams
 from batchkv.scheduler import Scheduler
 from batchkv.sequence import GeneratedTokens
 from batchkv.token_arena import TokenArena
@@ -75,8 +75,8 @@ def _run(
 ) -> tuple[list[torch.Tensor], list[npt.NDArray[np.int32]]]:
     """Greedy generation through our attention: per prompt the logits [new, V] and all tokens."""
     arena = TokenArena.from_rows(prompts)
-    params = [SamplingParams(max_tokens=_NEW_TOKENS)] * len(prompts)
-    job = Job(pa.array(range(len(prompts))), prompts, params, {}, pa.table({}))
+    params = RowParams.of([SamplingParams(max_tokens=_NEW_TOKENS)] * len(prompts))
+    job = Job(pa.array(range(len(prompts))), Prompts.of_token_ids(arena), params, {}, pa.table({}))
     layout = KVLayout(layer_specs(model.config), model.dtype.itemsize)
     plan = make_plan(job, arena, {}, layout, _LIMITS)
     runner = ModelRunner(model, layout, select_attention(model.dtype), plan.memory.pool_pages, plan.memory.page_size)

@@ -9,6 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from batchkv.errors import RowError
+from batchkv.intervals import subtree_ends
 from batchkv.job import Job, output_offsets
 from batchkv.job_plan import Plan, SharedPrefix, rows_below
 from batchkv.kv_layout import KVLayout
@@ -55,7 +56,7 @@ class Limits:
 
 def new_token_limits(job: Job, arena: TokenArena, limits: Limits) -> npt.NDArray[np.int64]:
     """int64 [rows]: most tokens each row's samples can have, by `max_tokens` and by the context."""
-    wanted = np.fromiter((params.max_tokens for params in job.params), np.int64, job.num_rows)
+    wanted = job.params.column(lambda params: params.max_tokens, np.int64)
     if limits.context_length is None:
         return wanted
     return np.minimum(wanted, limits.context_length - arena.lengths)
@@ -88,7 +89,7 @@ def _tokens_alone(
     job: Job, layout: KVLayout, length: npt.NDArray[np.int64], new_tokens: npt.NDArray[np.int64]
 ) -> npt.NDArray[np.int64]:
     """int64 [G, rows]: KV tokens that each row holds at most when nothing else runs; 0 without a prompt."""
-    one_sequence = np.fromiter((p.n == 1 or p.greedy for p in job.params), bool, job.num_rows)
+    one_sequence = job.params.column(lambda params: params.n == 1 or params.greedy, np.bool_)
     tokens = []
     for window in layout.windows:
         prompt = prefix_pages(np.zeros_like(length), length, 1, window)
@@ -196,12 +197,13 @@ def child_orders(trie: PrefixTrie, job: Job, new_tokens: npt.NDArray[np.int64]) 
     """
     has_prompt = trie.row_prompt >= 0
     own = trie.lengths.astype(np.int64)
-    samples = np.fromiter((1 if p.greedy else p.n for p in job.params), np.int64, job.num_rows)
+    samples = job.params.column(_num_sequences, np.int64)
     output = np.bincount(trie.row_prompt[has_prompt], (new_tokens * samples)[has_prompt], minlength=trie.num_prompts)
     np.add.at(own, trie.prompt_node, output.astype(np.int64))
     before = np.concatenate([[0], np.cumsum(own)])
-    subtree_end = np.searchsorted(trie.prompt_lo, trie.prompt_hi)
-    weight = (before[subtree_end] - before[:-1]) / (trie.prompt_hi - trie.prompt_lo).clip(1)
+    weight = (before[subtree_ends(trie.prompt_lo, trie.prompt_hi)] - before[:-1]) / (
+        trie.prompt_hi - trie.prompt_lo
+    ).clip(1)
     return {"longest first": -weight, "long and short in turn": _alternate(trie, -weight)}
 
 
@@ -222,37 +224,56 @@ def list_sequences(
 ) -> SequenceTable:
     """Every sample of every row, in the order of `trie`; greedy twins only once."""
     offsets = output_offsets(job, errors)
-    prompts: list[int] = []
-    rows: list[int] = []
-    samples: list[int] = []
+    rows = np.flatnonzero(trie.row_prompt >= 0)
+    rows = rows[np.argsort(trie.row_prompt[rows], kind="stable")]
+    first_twin = _first_twins(job, rows, trie.row_prompt)
+    counts = np.where(first_twin == np.arange(len(rows)), job.params.column(_num_sequences, np.int64)[rows], 0)
+    first_sequence = (np.cumsum(counts) - counts)[first_twin]
+    row = np.repeat(rows, counts)
+    num_outputs = np.diff(offsets)[rows]
+    sample = _count_up(num_outputs)
+    is_greedy = np.repeat(job.params.column(lambda params: params.greedy, np.bool_)[rows], num_outputs)
     output_sequence = np.full(int(offsets[-1]), -1, np.int32)
-    greedy: dict[tuple[int, SamplingParams], int] = {}
-    with_prompt = np.flatnonzero(trie.row_prompt >= 0)
-    for row in with_prompt[np.argsort(trie.row_prompt[with_prompt], kind="stable")].tolist():
-        prompt, params = int(trie.row_prompt[row]), job.params[row]
-        first = len(prompts)
-        count = params.n
-        if params.greedy:
-            twin = (prompt, _what_decides(params))
-            first = greedy.setdefault(twin, first)
-            count = 1 if first == len(prompts) else 0
-        prompts.extend([prompt] * count)
-        rows.extend([row] * count)
-        samples.extend(range(count))
-        places = np.arange(offsets[row], offsets[row + 1])
-        output_sequence[places] = first if params.greedy else first + np.arange(len(places))
+    output_sequence[np.repeat(offsets[rows], num_outputs) + sample] = np.repeat(first_sequence, num_outputs) + np.where(
+        is_greedy, 0, sample
+    )
     return SequenceTable(
-        prompt=np.array(prompts, np.int32),
-        row=np.array(rows, np.int32),
-        sample=np.array(samples, np.int32),
-        max_new_tokens=new_tokens[rows].astype(np.int32) if rows else np.zeros(0, np.int32),
+        prompt=trie.row_prompt[row],
+        row=row.astype(np.int32),
+        sample=_count_up(counts).astype(np.int32),
+        max_new_tokens=new_tokens[row].astype(np.int32),
         output_sequence=output_sequence,
         output_row=np.repeat(np.arange(job.num_rows, dtype=np.int32), np.diff(offsets)),
     )
 
 
-def _what_decides(params: SamplingParams) -> SamplingParams:
-    """Greedy parameters that give the same tokens are equal."""
+def _first_twins(job: Job, rows: npt.NDArray[np.int64], row_prompt: npt.NDArray[np.int32]) -> npt.NDArray[np.int64]:
+    """int64 [rows]: where in `rows` the first row stands that must give the same tokens, perhaps the row itself."""
+    number: dict[SamplingParams | None, int] = {None: 0}
+    what_decides = job.params.column(lambda params: number.setdefault(_what_decides(params), len(number)), np.int64)[
+        rows
+    ]
+    same_tokens = row_prompt[rows] * np.int64(len(number)) + what_decides
+    _, first, twins = np.unique(same_tokens, return_index=True, return_inverse=True)
+    first_twin: npt.NDArray[np.int64] = np.where(what_decides > 0, first[twins], np.arange(len(rows)))
+    return first_twin
+
+
+def _count_up(counts: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+    """0, 1, ... up to each of `counts` in turn."""
+    counted: npt.NDArray[np.int64] = np.arange(int(counts.sum())) - np.repeat(np.cumsum(counts) - counts, counts)
+    return counted
+
+
+def _num_sequences(params: SamplingParams) -> int:
+    """Sequences that a row needs: greedy samples are all the same."""
+    return 1 if params.greedy else params.n
+
+
+def _what_decides(params: SamplingParams) -> SamplingParams | None:
+    """Equal for greedy parameters that give the same tokens; None for others, of which each is on its own."""
+    if not params.greedy:
+        return None
     return replace(params, n=1, seed=0, top_p=1.0, top_k=0, min_p=0.0, logprobs=False)
 
 

@@ -6,6 +6,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+import numpy as np
+import numpy.typing as npt
+
 from batchkv.config import EngineConfig
 from batchkv.errors import RowError
 from batchkv.job import Job
@@ -13,12 +16,11 @@ from batchkv.job_plan import Plan
 from batchkv.kv_layout import KVLayout, layer_specs
 from batchkv.metrics import RunMetrics
 from batchkv.planner import Detokenize, Limits, check_kv_budget, make_plan
+from batchkv.progress import OnProgress, no_progress
 from batchkv.token_arena import TokenArena
 from batchkv.tokenization import check_prompts, tokenize
 
 if TYPE_CHECKING:
-    import numpy as np
-    import numpy.typing as npt
     from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
 
@@ -72,6 +74,7 @@ def prepare(
     kv_bytes: int,
     device_type: str,
     metrics: RunMetrics,
+    on_progress: OnProgress = no_progress,
 ) -> PreparedJob:
     """Tokenizes and plans a job.
 
@@ -87,7 +90,7 @@ def prepare(
         share_prefixes=not config.no_prefix_sharing,
     )
     with metrics.timed("tokenize"):
-        arena, errors = tokenize(job, tokenizer)
+        arena, errors = tokenize(job, tokenizer, on_progress)
         errors = {**errors, **job.errors}
         if tokenizer is None:
             errors |= _without_text(job, errors)
@@ -95,6 +98,7 @@ def prepare(
             arena, job, vocab_size=facts.vocab_size, context_length=facts.context_length, errors=errors
         )
         arena = arena.with_rows_dropped(errors)
+    on_progress("plan", 0, 0)
     with metrics.timed("plan"):
         errors |= check_kv_budget(job, arena, facts.layout, limits)
         arena = arena.with_rows_dropped(errors)
@@ -105,7 +109,8 @@ def prepare(
 def _without_text(job: Job, errors: Mapping[int, RowError]) -> dict[int, RowError]:
     """Rows with stop strings, which are found in text: without a tokenizer there is none."""
     error = RowError("bad_parameter", "stop is set, but there is no tokenizer to find it: name one, or stop_token_ids")
-    return {row: error for row, params in enumerate(job.params) if params.stop and row not in errors}
+    has_stop = job.params.column(lambda params: bool(params.stop), np.bool_)
+    return {row: error for row in np.flatnonzero(has_stop).tolist() if row not in errors}
 
 
 def _preview(tokenizer: PreTrainedTokenizerBase | None) -> Detokenize | None:

@@ -1,11 +1,16 @@
-"""How one row is sampled. A column of the job file beats the job's default; a null cell falls back to it."""
+"""How rows are sampled. A column of the job file beats the job's default; a null cell falls back to it."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import cast
+from typing import Any, TypeVar, cast
+
+import numpy as np
+import numpy.typing as npt
+
+_Scalar = TypeVar("_Scalar", bound=np.generic)
 
 MAX_INT32 = 2**31 - 1
 MAX_SAMPLES = 2**16  # one row with more would take the whole job's memory
@@ -65,6 +70,40 @@ class SamplingParams:
     @property
     def greedy(self) -> bool:
         return self.temperature == 0
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class RowParams:
+    """The parameters of each row of a job: a million rows that are sampled alike have one object between them.
+
+    Attributes:
+        distinct: the different ones.
+        index: int32 [rows], which of them each row has.
+    """
+
+    distinct: tuple[SamplingParams, ...]
+    index: npt.NDArray[np.int32]
+
+    @classmethod
+    def of(cls, params: Iterable[SamplingParams]) -> RowParams:
+        """Of rows with `params` in turn."""
+        number: dict[SamplingParams, int] = {}
+        index = [number.setdefault(one, len(number)) for one in params]
+        return cls(tuple(number), np.array(index, np.int32))
+
+    def __len__(self) -> int:
+        return len(self.index)
+
+    def __getitem__(self, row: int) -> SamplingParams:
+        return self.distinct[int(self.index[row])]
+
+    def __iter__(self) -> Iterator[SamplingParams]:
+        return (self.distinct[i] for i in self.index.tolist())
+
+    def column(self, value: Callable[[SamplingParams], Any], dtype: type[_Scalar]) -> npt.NDArray[_Scalar]:
+        """`value` of each row's parameters, [rows]; computed once for rows that have the same."""
+        values: npt.NDArray[_Scalar] = np.array([value(params) for params in self.distinct], dtype)
+        return values[self.index]
 
 
 def _require(ok: bool, name: str, value: object, allowed: str) -> None:

@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
+from itertools import chain
 from typing import Any, Protocol
 
 import jinja2
 import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+import pyarrow.compute as pc
 
 from batchkv.errors import RowError, UserError
 from batchkv.job import Job, Message
-from batchkv.token_arena import TokenArena, TokenIds
+from batchkv.progress import OnProgress, no_progress
+from batchkv.token_arena import TokenArena, TokenIds, joined
 
 # Texts handed to the tokenizer at once: enough to keep its threads busy, few enough to keep memory flat.
-BATCH_TEXTS = 1024
+BATCH_TEXTS = 4096
 _NO_ERRORS: Mapping[int, RowError] = {}
 
 
@@ -29,7 +34,9 @@ class Tokenizer(Protocol):
     def apply_chat_template(self, conversation: Any, **options: Any) -> Any: ...
 
 
-def tokenize(job: Job, tokenizer: Tokenizer | None) -> tuple[TokenArena, dict[int, RowError]]:
+def tokenize(
+    job: Job, tokenizer: Tokenizer | None, on_progress: OnProgress = no_progress
+) -> tuple[TokenArena, dict[int, RowError]]:
     """The token ids of every row, and the errors that tokenizing found, by row number.
 
     A `prompt` gets the special tokens that the tokenizer adds; a BOS that its text begins with is not added
@@ -38,23 +45,27 @@ def tokenize(job: Job, tokenizer: Tokenizer | None) -> tuple[TokenArena, dict[in
     Raises:
         UserError: rows hold text, but there is no tokenizer.
     """
-    prompts = {row: prompt for row, prompt in enumerate(job.prompts) if isinstance(prompt, str)}
-    conversations = {row: prompt for row, prompt in enumerate(job.prompts) if isinstance(prompt, list)}
-    rows = [prompt if isinstance(prompt, np.ndarray) else _NO_TOKENS for prompt in job.prompts]
-    errors: dict[int, RowError] = {}
-    if prompts or conversations:
-        if tokenizer is None:
-            raise UserError("without a tokenizer only prompt_token_ids can be run: name one with --tokenizer")
-        rendered, errors = _render(conversations, tokenizer)
-        for texts, add_special_tokens in ((prompts, True), (rendered, False)):
-            encoded = _encode_distinct(texts.values(), tokenizer, add_special_tokens=add_special_tokens)
-            for row, text in texts.items():
-                tokens = encoded.get(text)
-                if tokens is None:
-                    errors[row] = _NOT_UNICODE
-                else:
-                    rows[row] = tokens
-    return TokenArena.from_rows(rows), errors
+    prompts = job.prompts
+    if prompts.texts.null_count == len(prompts) and not prompts.conversations:
+        return prompts.token_ids, {}
+    if tokenizer is None:
+        raise UserError("without a tokenizer only prompt_token_ids can be run: name one with --tokenizer")
+    rendered, errors = _render(prompts.conversations, tokenizer, on_progress)
+    arenas: list[TokenArena] = []
+    source = np.full(job.num_rows, -1, np.int64)  # where each row is in `arenas`, one after the other
+    for rows, texts, add_special_tokens in (
+        (np.arange(job.num_rows), prompts.texts.combine_chunks(), True),
+        (np.fromiter(rendered, np.int64), pa.array(rendered.values(), pa.large_string()), False),
+    ):
+        distinct = texts.dictionary_encode()
+        codes = distinct.indices.fill_null(-1).to_numpy()
+        source[rows[codes >= 0]] = codes[codes >= 0] + sum(arena.num_rows for arena in arenas)
+        arenas.append(_encode(distinct.dictionary, tokenizer, on_progress, add_special_tokens=add_special_tokens))
+    has_ids = prompts.token_ids.lengths > 0
+    if has_ids.any():
+        source[has_ids] = np.flatnonzero(has_ids) + sum(arena.num_rows for arena in arenas)
+        arenas.append(prompts.token_ids)
+    return joined(arenas).take(source), errors
 
 
 def check_prompts(
@@ -81,33 +92,46 @@ def check_prompts(
                 f"the prompt has {lengths[row]} tokens, but the model's context of {context_length} "
                 f"must hold it and one generated token",
             )
-    positions = np.flatnonzero((arena.tokens < 0) | (arena.tokens >= vocab_size))
-    rows, first = np.unique(np.searchsorted(arena.offsets, positions, side="right") - 1, return_index=True)
-    for row, token in zip(rows.tolist(), arena.tokens[positions[first]].tolist(), strict=True):
+    for row, token in zip(*(column.tolist() for column in arena.tokens_outside(vocab_size)), strict=True):
         message = f"the prompt holds the token id {token}, must be from 0 to {vocab_size - 1}"
         found[row] = RowError("bad_token_id", message)
     return {row: error for row, error in sorted(found.items()) if row not in job.errors and row not in errors}
 
 
 def _render(
-    conversations: Mapping[int, list[Message]], tokenizer: Tokenizer
+    conversations: Mapping[int, list[Message]], tokenizer: Tokenizer, on_progress: OnProgress
 ) -> tuple[dict[int, str], dict[int, RowError]]:
+    """The text of each conversation, and what is wrong with those that have none, by row number."""
+    if not getattr(tokenizer, "chat_template", None):
+        return {}, dict.fromkeys(conversations, _NO_TEMPLATE)
     rendered: dict[int, str] = {}
     errors: dict[int, RowError] = {}
-    has_template = bool(getattr(tokenizer, "chat_template", None))
-    for row, messages in conversations.items():
-        outcome = _render_one(messages, tokenizer) if has_template else _NO_TEMPLATE
-        if isinstance(outcome, RowError):
-            errors[row] = outcome
-        else:
-            rendered[row] = outcome
+    waiting = list(conversations)
+    for start in range(0, len(waiting), BATCH_TEXTS):
+        rows = waiting[start : start + BATCH_TEXTS]
+        for row, outcome in zip(rows, _render_batch([conversations[row] for row in rows], tokenizer), strict=True):
+            if isinstance(outcome, RowError):
+                errors[row] = outcome
+            elif _is_unicode(outcome):
+                rendered[row] = outcome
+            else:
+                errors[row] = _NOT_UNICODE
+        on_progress("chat template", len(rendered) + len(errors), len(conversations))
     return rendered, errors
+
+
+def _render_batch(conversations: list[list[Message]], tokenizer: Tokenizer) -> list[str | RowError]:
+    """All at once, which takes half the time; one by one if one of them fails."""
+    try:
+        return list(tokenizer.apply_chat_template(conversations, tokenize=False, add_generation_prompt=True))
+    except Exception:  # a template is a program of its own and can fail in any way
+        return [_render_one(messages, tokenizer) for messages in conversations]
 
 
 def _render_one(messages: list[Message], tokenizer: Tokenizer) -> str | RowError:
     try:
         return str(tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True))
-    except Exception as error:  # a template is a program of its own and can fail in any way
+    except Exception as error:
         return RowError("bad_messages", f"the chat template fails with {_reason(error, messages)}")
 
 
@@ -122,20 +146,25 @@ def _reason(error: Exception, messages: list[Message]) -> str:
     return kind if quotes or not line else f"{kind}: {line}"
 
 
-def _encode_distinct(texts: Iterable[str], tokenizer: Tokenizer, *, add_special_tokens: bool) -> dict[str, TokenIds]:
-    """Token ids by text, each text encoded once; those that are no valid Unicode are missing."""
-    distinct = [text for text in dict.fromkeys(texts) if _is_unicode(text)]
-    adds_bos = add_special_tokens and distinct and _adds_bos(tokenizer)
-    encoded: dict[str, TokenIds] = {}
-    for start in range(0, len(distinct), BATCH_TEXTS):
-        batch = distinct[start : start + BATCH_TEXTS]
-        for text, ids in zip(batch, _encode(batch, tokenizer, add_special_tokens), strict=True):
-            tokens = np.array(ids, dtype=np.int32)
-            encoded[text] = _without_second_bos(text, tokens, tokenizer) if adds_bos else tokens
-    return encoded
+def _encode(
+    texts: pa.LargeStringArray, tokenizer: Tokenizer, on_progress: OnProgress, *, add_special_tokens: bool
+) -> TokenArena:
+    """The token ids of each text."""
+    if len(texts) == 0:
+        return TokenArena.from_rows([])
+    adds_bos = add_special_tokens and _adds_bos(tokenizer)
+    tokens: list[TokenIds] = []
+    lengths: list[npt.NDArray[np.int64]] = []
+    for start in range(0, len(texts), BATCH_TEXTS):
+        ids = _token_ids(texts.slice(start, BATCH_TEXTS).to_pylist(), tokenizer, add_special_tokens)
+        lengths.append(np.fromiter(map(len, ids), np.int64, len(ids)))
+        tokens.append(np.fromiter(chain.from_iterable(ids), np.int32, int(lengths[-1].sum())))
+        on_progress("tokenize", start + len(ids), len(texts))
+    arena = TokenArena.from_lengths(np.concatenate(tokens), np.concatenate(lengths))
+    return _without_second_bos(texts, arena, tokenizer) if adds_bos else arena
 
 
-def _encode(texts: list[str], tokenizer: Tokenizer, add_special_tokens: bool) -> list[list[int]]:
+def _token_ids(texts: list[str], tokenizer: Tokenizer, add_special_tokens: bool) -> list[list[int]]:
     # Not verbose: the tokenizer would warn of its own length limit, which is not the model's.
     encoding = tokenizer(
         texts,
@@ -151,13 +180,18 @@ def _encode(texts: list[str], tokenizer: Tokenizer, add_special_tokens: bool) ->
 def _adds_bos(tokenizer: Tokenizer) -> bool:
     if tokenizer.bos_token_id is None:
         return False
-    return _encode([""], tokenizer, True)[0][:1] == [tokenizer.bos_token_id]
+    return _token_ids([""], tokenizer, True)[0][:1] == [tokenizer.bos_token_id]
 
 
-def _without_second_bos(text: str, tokens: TokenIds, tokenizer: Tokenizer) -> TokenIds:
-    """Drops the BOS that the tokenizer adds before one that the text begins with."""
-    starts_with_bos = text.startswith(tokenizer.bos_token)
-    return tokens[1:] if starts_with_bos and (tokens[:2] == tokenizer.bos_token_id).all() else tokens
+def _without_second_bos(texts: pa.LargeStringArray, arena: TokenArena, tokenizer: Tokenizer) -> TokenArena:
+    """Drops the BOS that the tokenizer adds before one that a text begins with."""
+    bos = tokenizer.bos_token_id
+    starts_with_bos = pc.starts_with(texts, pattern=tokenizer.bos_token).to_numpy(zero_copy_only=False)
+    first = arena.offsets[:-1][starts_with_bos & (arena.lengths > 1)]
+    twice = first[(arena.tokens[first] == bos) & (arena.tokens[first + 1] == bos)]
+    lengths = arena.lengths.copy()
+    lengths[np.searchsorted(arena.offsets, twice, side="right") - 1] -= 1
+    return TokenArena.from_lengths(np.delete(arena.tokens, twice), lengths)
 
 
 def _is_unicode(text: str) -> bool:
@@ -168,7 +202,6 @@ def _is_unicode(text: str) -> bool:
     return True
 
 
-_NO_TOKENS: TokenIds = np.empty(0, dtype=np.int32)
 _NOT_UNICODE = RowError("bad_prompt", "the text holds half of a surrogate pair, which is no character")
 _NO_TEMPLATE = RowError(
     "bad_messages",

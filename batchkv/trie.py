@@ -18,12 +18,17 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
+from numpy.lib.stride_tricks import sliding_window_view
 
-from batchkv.intervals import IntArray, intervals_from_lcp
+from batchkv.intervals import IntArray, intervals_from_lcp, sums_from_root
 from batchkv.token_arena import TokenArena
 
-_COMPARE_TOKENS = 64  # tokens compared at once per pair of neighbours
-_COMPARE_PAIRS = 1 << 14  # pairs compared at once: bounds the temporaries to 4 MiB
+_COMPARE_TOKENS = 128  # tokens compared at once per pair of neighbours
+# Pairs compared at once: so few that a row is still in cache when the one behind it is compared with it.
+_COMPARE_PAIRS = 1 << 9
+
+Int64Array = npt.NDArray[np.int64]
+_Keys = npt.NDArray[np.unsignedinteger]
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +55,7 @@ class PrefixTrie:
     prompt_lo: npt.NDArray[np.int32]
     prompt_hi: npt.NDArray[np.int32]
     prompt_node: npt.NDArray[np.int32]
-    prompt_row: npt.NDArray[np.int64]
+    prompt_row: Int64Array
     row_prompt: npt.NDArray[np.int32]
 
     @property
@@ -84,12 +89,9 @@ class PrefixTrie:
         first = int(arena.offsets[self.prompt_row[self.prompt_lo[node]]])
         return arena.tokens[first + int(self.start[node]) : first + int(self.end[node])]
 
-    def sum_over_paths(self, values: IntArray) -> npt.NDArray[np.int64]:
+    def sum_over_paths(self, values: IntArray) -> Int64Array:
         """int64 [nodes]: `values` [nodes] summed from the root down to each node."""
-        total = values.astype(np.int64)
-        for level in self._levels():
-            total[level] += total[self.parent[level]]
-        return total
+        return sums_from_root(values, self.prompt_lo, self.prompt_hi)
 
     def reordered(self, child_key: npt.NDArray[np.float64]) -> PrefixTrie:
         """The same trie with the children of every node sorted by `child_key` [nodes], ties as they were.
@@ -108,7 +110,7 @@ class PrefixTrie:
         new_lo = self.sum_over_paths(new_lo)
         return self._renumbered(new_lo)
 
-    def _renumbered(self, new_lo: npt.NDArray[np.int64]) -> PrefixTrie:
+    def _renumbered(self, new_lo: Int64Array) -> PrefixTrie:
         order = np.lexsort((self.end, new_lo))  # preorder: an interval's parent starts no later and ends earlier
         new_node = np.empty(self.num_nodes, np.int32)
         new_node[order] = np.arange(self.num_nodes, dtype=np.int32)
@@ -129,14 +131,8 @@ class PrefixTrie:
             row_prompt=row_prompt,
         )
 
-    def _levels(self) -> list[npt.NDArray[np.int64]]:
-        """Nodes of depth 1, 2, ...: a pass over them sees every parent before its children."""
-        by_depth = np.argsort(self.depth, kind="stable")
-        ends = np.cumsum(np.bincount(self.depth))
-        return np.split(by_depth, ends[:-1])[1:]
 
-
-def build_trie(arena: TokenArena, group: npt.NDArray[np.int64] | None = None) -> PrefixTrie:
+def build_trie(arena: TokenArena, group: Int64Array | None = None) -> PrefixTrie:
     """The prefix trie of all rows that have tokens.
 
     Args:
@@ -145,10 +141,11 @@ def build_trie(arena: TokenArena, group: npt.NDArray[np.int64] | None = None) ->
     """
     rows = np.flatnonzero(arena.lengths > 0)
     group_of = np.zeros(len(rows), np.int64) if group is None else group[rows]
-    order = _lexicographic_order(arena, rows, group_of)
+    keys = _sort_keys(arena)
+    order = _lexicographic_order(arena, keys, rows, group_of)
     rows, group_of = rows[order], group_of[order]
     lengths = arena.lengths[rows]
-    common = _common_with_previous(arena, rows, group_of)
+    common = _common_with_previous(arena, keys, rows, group_of)
     is_twin = np.zeros(len(rows), bool)
     is_twin[1:] = (common[1:] == lengths[1:]) & (common[1:] == lengths[:-1])
     row_prompt = np.full(arena.num_rows, -1, np.int32)
@@ -172,53 +169,49 @@ def build_trie(arena: TokenArena, group: npt.NDArray[np.int64] | None = None) ->
     )
 
 
-def _lexicographic_order(
-    arena: TokenArena, rows: npt.NDArray[np.int64], group_of: npt.NDArray[np.int64]
-) -> npt.NDArray[np.int64]:
-    """Positions that sort `rows` by (group, tokens, row): big-endian bytes sort as the tokens do."""
-    if len(rows) == 0:
-        return np.zeros(0, np.int64)
-    data = pa.py_buffer(arena.tokens.astype(">u4").tobytes())
-    offsets = pa.py_buffer((arena.offsets * 4).astype(np.int64).tobytes())
-    prompts = pa.Array.from_buffers(pa.large_binary(), arena.num_rows, [None, offsets, data])
-    keys = pa.table({"group": group_of, "tokens": prompts.take(pa.array(rows)), "row": rows})
-    by = [(name, "ascending") for name in keys.column_names]
-    order: npt.NDArray[np.int64] = pc.sort_indices(keys, sort_keys=by).to_numpy().astype(np.int64)
+def _sort_keys(arena: TokenArena) -> _Keys:
+    """The arena's tokens as big-endian numbers, whose bytes sort as the tokens do; zeros for a last block behind them.
+
+    It is the only copy of all tokens that planning makes, so they have two bytes each where that is enough.
+    """
+    largest = int(arena.tokens.view(np.uint32).max(initial=0))
+    keys = np.zeros(len(arena.tokens) + _COMPARE_TOKENS, ">u2" if largest < 1 << 16 else ">u4")
+    keys[: len(arena.tokens)] = arena.tokens
+    return keys
+
+
+def _lexicographic_order(arena: TokenArena, keys: _Keys, rows: Int64Array, group_of: Int64Array) -> Int64Array:
+    """Positions that sort `rows` by (group, tokens, row)."""
+    # Rows that were dropped are sorted too, by the tokens that they had, and left out then.
+    offsets = pa.py_buffer(arena.offsets * keys.itemsize)
+    prompts = pa.Array.from_buffers(pa.large_binary(), arena.num_rows, [None, offsets, pa.py_buffer(keys)])
+    position = np.full(arena.num_rows, -1, np.int64)
+    position[rows] = np.arange(len(rows))
+    by_tokens = position[pc.sort_indices(prompts).to_numpy()]  # stable: equal ones stay in the order of rows
+    by_tokens = by_tokens[by_tokens >= 0]
+    order: Int64Array = by_tokens[np.argsort(group_of[by_tokens], kind="stable")]
     return order
 
 
-def _common_with_previous(
-    arena: TokenArena, rows: npt.NDArray[np.int64], group_of: npt.NDArray[np.int64]
-) -> npt.NDArray[np.int64]:
+def _common_with_previous(arena: TokenArena, keys: _Keys, rows: Int64Array, group_of: Int64Array) -> Int64Array:
     """int64 [rows]: leading tokens that each of the sorted rows shares with the row before it."""
+    blocks = sliding_window_view(keys.view(keys.dtype.newbyteorder("=")), _COMPARE_TOKENS)  # views, by first token
     common = np.zeros(len(rows), np.int64)
     pairs = np.flatnonzero(group_of[1:] == group_of[:-1]) + 1
     for chunk in np.split(pairs, range(_COMPARE_PAIRS, len(pairs), _COMPARE_PAIRS)):
         left, right = rows[chunk - 1], rows[chunk]
         limit = np.minimum(arena.lengths[left], arena.lengths[right])
-        common[chunk] = _common_lengths(arena, arena.offsets[left], arena.offsets[right], limit)
+        common[chunk] = _common_lengths(blocks, arena.offsets[left], arena.offsets[right], limit)
     return common
 
 
-def _common_lengths(
-    arena: TokenArena,
-    left: npt.NDArray[np.int64],
-    right: npt.NDArray[np.int64],
-    limit: npt.NDArray[np.int64],
-) -> npt.NDArray[np.int64]:
-    """How many of the `limit` tokens from arena positions `left` and `right` on agree."""
+def _common_lengths(blocks: _Keys, left: Int64Array, right: Int64Array, limit: Int64Array) -> Int64Array:
+    """How many of the `limit` tokens from `left` and `right` on agree, compared block by block."""
     common = np.zeros(len(left), np.int64)
     active = np.flatnonzero(limit > 0)
-    columns = np.arange(_COMPARE_TOKENS)
-    last = max(len(arena.tokens) - 1, 0)
     while len(active):
-        at = common[active, None] + columns
-        same = (
-            arena.tokens[np.minimum(left[active, None] + at, last)]
-            == arena.tokens[np.minimum(right[active, None] + at, last)]
-        )
-        same &= at < limit[active, None]
-        run = np.where(same.all(axis=1), _COMPARE_TOKENS, same.argmin(axis=1))
-        common[active] += run
-        active = active[(run == _COMPARE_TOKENS) & (common[active] < limit[active])]
-    return common
+        at = common[active]
+        same = blocks[left[active] + at] == blocks[right[active] + at]
+        common[active] += np.where(same.all(axis=1), _COMPARE_TOKENS, same.argmin(axis=1))
+        active = active[(common[active] == at + _COMPARE_TOKENS) & (common[active] < limit[active])]
+    return np.minimum(common, limit)

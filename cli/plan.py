@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 from batchkv.cli import options
-from batchkv.cli.output import say
+from batchkv.cli.output import ProgressBar, say
 from batchkv.config import DEFAULT_KV_MEMORY, DEFAULT_MODEL
 
 
@@ -38,17 +38,19 @@ def plan(
     sampling = options.sampling_params(n=n, max_tokens=max_tokens, temperature=temperature)
     import batchkv
 
-    planned = batchkv.plan(
-        options.job_paths(jobs),
-        sampling,
-        model=model,
-        tokenizer=tokenizer,
-        dtype=dtype,
-        device=device,
-        kv_memory=kv_memory,
-        max_batch_tokens=max_batch_tokens,
-        max_batch_rows=max_batch_rows,
-        no_prefix_sharing=no_prefix_sharing,
-        limit=limit,
-    )
+    with ProgressBar() as bar:
+        planned = batchkv.plan(
+            options.job_paths(jobs),
+            sampling,
+            model=model,
+            tokenizer=tokenizer,
+            dtype=dtype,
+            device=device,
+            kv_memory=kv_memory,
+            max_batch_tokens=max_batch_tokens,
+            max_batch_rows=max_batch_rows,
+            no_prefix_sharing=no_prefix_sharing,
+            limit=limit,
+            on_progress=bar.prepare,
+        )
     say(json.dumps(planned.to_json(), indent=2) if output_format is Format.json else planned.explain())

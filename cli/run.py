@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from batchkv.cli import options
-from batchkv.cli.output import say
+from batchkv.cli.output import ProgressBar, say
 from batchkv.config import DEFAULT_KV_MEMORY, DEFAULT_MODEL
 from batchkv.errors import UserError
 from batchkv.io.write import check_writable, write_table
@@ -88,8 +88,8 @@ def run(
         check_writable(out, overwrite=overwrite, schema=prepared.job.carried.schema)  # before hours of work
         return bar.start(len(prepared.plan.sequences))
 
-    table = engine.run(options.job_paths(jobs), sampling, limit=limit, on_prepared=start)
-    bar.close()
+    with bar:
+        table = engine.run(options.job_paths(jobs), sampling, limit=limit, on_prepared=start, on_progress=bar.prepare)
     totals = finish(table, out)
     if summary:
         write_summary(totals, summary)
@@ -115,34 +115,6 @@ def _check_apart(out: Path, summary: Path | None, jobs: list[str]) -> None:
             raise UserError(f"{name} {path} is the job file itself: name another file")
     if summary is not None and (summary.is_dir() or not summary.parent.is_dir()):
         raise UserError(f"--summary {summary}: name a file in a folder that is there")
-
-
-class ProgressBar:
-    """Rows, tokens per second and time left; silent when nobody watches."""
-
-    def __init__(self, *, quiet: bool) -> None:
-        self._disable = quiet or not sys.stderr.isatty()
-        self._bar: Any = None
-
-    def start(self, num_sequences: int) -> Progress:
-        from tqdm import tqdm
-
-        tokens = 0
-        bar = self._bar = tqdm(total=num_sequences, unit=" samples", disable=self._disable, dynamic_ncols=True)
-
-        def advance(ended: int, generated: int) -> None:
-            nonlocal tokens
-            tokens += generated
-            seconds = bar.format_dict["elapsed"] if not bar.disable else 0.0
-            if seconds:
-                bar.set_postfix_str(f"{tokens / seconds:,.0f} tokens/s", refresh=False)
-            bar.update(ended)
-
-        return advance
-
-    def close(self) -> None:
-        if self._bar is not None:
-            self._bar.close()
 
 
 def finish(table: Any, out: Path) -> dict[str, Any]:

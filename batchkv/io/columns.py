@@ -10,7 +10,8 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 ID_COLUMN = "id"
-PROMPT_COLUMNS = ("prompt", "messages", "prompt_token_ids")
+TOKEN_IDS_COLUMN = "prompt_token_ids"
+PROMPT_COLUMNS = ("prompt", "messages", TOKEN_IDS_COLUMN)
 PARAMETER_COLUMNS = (
     "n",
     "max_tokens",

@@ -18,7 +18,7 @@ from batchkv.io.columns import (
     distinct,
     shown,
 )
-from batchkv.sampling_params import MAX_INT32, MAX_SAMPLES, SamplingParams
+from batchkv.sampling_params import MAX_INT32, MAX_SAMPLES, RowParams, SamplingParams
 
 # What cells set, by parameter.
 Values: TypeAlias = dict[str, Any]
@@ -28,11 +28,11 @@ _Layer: TypeAlias = "tuple[npt.NDArray[np.int64], list[Values | RowError]]"
 
 def read_parameters(
     columns: Mapping[str, Column], defaults: SamplingParams, num_rows: int
-) -> tuple[list[SamplingParams], dict[int, RowError]]:
+) -> tuple[RowParams, dict[int, RowError]]:
     """The parameters of each row and the errors by row number; a row with an error has the defaults.
 
     A null cell falls back to the default, and a cell of a single column beats its field in the struct.
-    Equal parameters are one object, and each distinct combination of cells is checked once.
+    Equal parameters are one object, the defaults the first; each distinct combination of cells is checked once.
     """
     layers: list[_Layer] = []
     for name in (PARAMETER_STRUCT, *PARAMETER_COLUMNS):
@@ -41,23 +41,26 @@ def read_parameters(
             layers.append((codes, [_parse_cell(name, cell) for cell in cells]))
     combinations, first_rows = _combinations(layers, num_rows)
     base = {field.name: getattr(defaults, field.name) for field in fields(defaults)}
-    interned = {defaults: defaults}
-    outcomes: list[SamplingParams | RowError] = []
-    for row in first_rows:
+    number = {defaults: 0}
+    index = np.zeros(len(first_rows), np.int32)  # of each combination, in `number`
+    bad: dict[int, RowError] = {}
+    for combination, row in enumerate(first_rows.tolist()):
         outcome = _combine([base, *(values[codes[row]] for codes, values in layers)])
-        outcomes.append(outcome if isinstance(outcome, RowError) else interned.setdefault(outcome, outcome))
-    by_row = [outcomes[combination] for combination in combinations]
-    errors = {row: outcome for row, outcome in enumerate(by_row) if isinstance(outcome, RowError)}
-    return [defaults if isinstance(outcome, RowError) else outcome for outcome in by_row], errors
+        if isinstance(outcome, RowError):
+            bad[combination] = outcome
+        else:
+            index[combination] = number.setdefault(outcome, len(number))
+    bad_rows = np.flatnonzero(np.isin(combinations, list(bad))).tolist() if bad else []
+    errors = {row: bad[int(combinations[row])] for row in bad_rows}
+    return RowParams(tuple(number), index[combinations]), errors
 
 
-def _combinations(layers: Sequence[_Layer], num_rows: int) -> tuple[list[int], list[int]]:
+def _combinations(layers: Sequence[_Layer], num_rows: int) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
     """Which combination of cells each row has, numbered from 0, and the first row of each combination."""
     combinations = np.zeros(num_rows, dtype=np.int64)
     for codes, values in layers:
         combinations = np.unique(combinations * len(values) + codes, return_inverse=True)[1]
-    _, first_rows = np.unique(combinations, return_index=True)
-    return combinations.tolist(), first_rows.tolist()
+    return combinations, np.unique(combinations, return_index=True)[1]
 
 
 def _combine(values: Sequence[Values | RowError]) -> SamplingParams | RowError:

@@ -10,11 +10,11 @@ import polars as pl
 import pyarrow as pa
 import pytest
 
-from batchkv.job import Job, read_job
+from batchkv.job import Job, Prompts, read_job
 from batchkv.job_plan import Plan
 from batchkv.kv_layout import KVLayout, LayerSpec
 from batchkv.planner import Limits, check_kv_budget, make_plan
-from batchkv.sampling_params import SamplingParams
+from batchkv.sampling_params import RowParams, SamplingParams
 from batchkv.token_arena import TokenArena
 from batchkv.tokenization import tokenize
 from tests.conftest import WORKLOADS
@@ -32,10 +32,9 @@ def row(prompt: list[int], n: int = 1, max_tokens: int = 8) -> Row:
 
 def plan_of(*rows: Row, tokens: int = 1_000, layout: KVLayout = LAYOUT, **limits: Any) -> Plan:
     """The plan of a job with room for `tokens` tokens of KV."""
-    params = [SamplingParams(n=n, max_tokens=most, temperature=float(n > 1)) for _, n, most in rows]
-    prompts = [prompt for prompt, _, _ in rows]
-    job = Job(pa.array(range(len(rows)), pa.int64()), prompts, params, {}, pa.table({}))
-    arena = TokenArena.from_rows([np.array(prompt, np.int32) for prompt in prompts])
+    params = RowParams.of(SamplingParams(n=n, max_tokens=most, temperature=float(n > 1)) for _, n, most in rows)
+    arena = TokenArena.from_rows([np.array(prompt, np.int32) for prompt, _, _ in rows])
+    job = Job(pa.array(range(len(rows)), pa.int64()), Prompts.of_token_ids(arena), params, {}, pa.table({}))
     kv_bytes = tokens * layout.bytes_per_token
     limits_ = Limits(**{"kv_bytes": kv_bytes, "max_batch_rows": 256, "max_batch_tokens": 512, **limits})
     errors = check_kv_budget(job, arena, layout, limits_)
@@ -361,8 +360,9 @@ def test_the_context_bounds_what_is_generated() -> None:
 
 def test_a_tokenizer_shows_how_shared_prefixes_begin() -> None:
     prompts = [[*HEADER, 1], [*HEADER, 2]]
-    job = Job(pa.array([0, 1]), prompts, [SamplingParams()] * 2, {}, pa.table({}))
     arena = TokenArena.from_rows([np.array(prompt, np.int32) for prompt in prompts])
+    params = RowParams.of([SamplingParams()] * 2)
+    job = Job(pa.array([0, 1]), Prompts.of_token_ids(arena), params, {}, pa.table({}))
     limits = Limits(1 << 30, 256, 512)
     plan = make_plan(job, arena, {}, LAYOUT, limits, lambda ids: " ".join(map(str, ids)))
     assert plan.shared[0].text == " ".join(["7"] * 24)

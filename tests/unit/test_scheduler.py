@@ -19,13 +19,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from batchkv.job import Job
+from batchkv.job import Job, Prompts
 from batchkv.job_plan import Plan
 from batchkv.kernels.shared_segments import find_shared_segments
 from batchkv.kv_layout import KVLayout, LayerSpec
 from batchkv.memory_plan import LEAST_SLACK_PAGES, page_costs
 from batchkv.planner import Limits, check_kv_budget, list_sequences, make_plan
-from batchkv.sampling_params import SamplingParams
+from batchkv.sampling_params import RowParams, SamplingParams
 from batchkv.scheduler import Scheduler
 from batchkv.sequence import GeneratedTokens
 from batchkv.step import AttentionBatch, Step
@@ -75,7 +75,8 @@ class Case:
 
     @cached_property
     def job(self) -> Job:
-        return Job(pa.array(range(len(self.prompts))), self.prompts, self.params, {}, pa.table({}))
+        ids, prompts = pa.array(range(len(self.prompts))), Prompts.of_token_ids(self.arena)
+        return Job(ids, prompts, RowParams.of(self.params), {}, pa.table({}))
 
     @cached_property
     def prefixes(self) -> set[Text]:

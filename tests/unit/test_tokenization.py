@@ -84,8 +84,7 @@ def test_messages_are_what_the_tokenizer_makes_of_them() -> None:
 def test_token_ids_are_taken_as_they_are_without_a_tokenizer() -> None:
     arena, errors = tokenize(job_of(prompt_token_ids=[[5, 6], None, [7]]), None)
     assert errors == {}
-    assert arena.tokens.tolist() == [5, 6, 7]
-    assert arena.offsets.tolist() == [0, 2, 2, 3]
+    assert [arena.row(row).tolist() for row in range(3)] == [[5, 6], [], [7]]
 
 
 def test_text_without_a_tokenizer_is_a_user_error() -> None:
@@ -134,6 +133,29 @@ def test_a_template_that_fails_is_an_error_of_its_row(role: str, message: str) -
     assert errors == {0: RowError("bad_messages", message)}
     assert arena.lengths[0] == 0
     assert arena.lengths[1] > 0
+
+
+def test_the_template_is_applied_to_a_batch_at_once_and_to_each_only_if_one_fails(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    tokenizer = make_tokenizer()
+    applied: list[Any] = []
+    apply = PreTrainedTokenizerFast.apply_chat_template
+
+    def spy(self: Any, conversation: Any, **options: Any) -> Any:
+        applied.append(conversation)
+        return apply(self, conversation, **options)
+
+    monkeypatch.setattr(PreTrainedTokenizerFast, "apply_chat_template", spy)
+    monkeypatch.setattr("batchkv.tokenization.BATCH_TEXTS", 2)
+    conversations = [[{"role": role, "content": role}] for role in ("user", "assistant", "user", "tool")]
+    said: list[tuple[str, int, int]] = []
+    arena, errors = tokenize(job_of(messages=conversations), tokenizer, lambda *step: said.append(step))
+    assert applied == [conversations[:2], conversations[2:], *conversations[2:]]
+    assert errors.keys() == {3}
+    assert tokenizer.decode(arena.row(0)) == "<s><user>user<assistant>"
+    assert arena.row(0).tolist() == arena.row(2).tolist()
+    assert said == [("chat template", 2, 4), ("chat template", 4, 4), ("tokenize", 2, 2)]
 
 
 def test_without_a_chat_template_only_messages_fail() -> None:
@@ -194,10 +216,11 @@ class TestChecks:
 
     def test_dropped_rows_lose_their_tokens_and_no_others(self) -> None:
         arena = self.ARENA.with_rows_dropped([2, 1])
-        assert arena.tokens.tolist() == [1, 2, 4]
-        assert arena.offsets.tolist() == [0, 2, 2, 2, 3]
+        assert [arena.row(row).tolist() for row in range(4)] == [[1, 2], [], [], [4]]
+        assert arena.lengths.tolist() == [2, 0, 0, 1]
         assert arena.num_rows == 4
-        assert self.ARENA.with_rows_dropped([]).tokens.tolist() == self.ARENA.tokens.tolist()
+        assert arena.tokens is self.ARENA.tokens  # nothing is copied
+        assert self.ARENA.with_rows_dropped([]).lengths.tolist() == self.ARENA.lengths.tolist()
 
 
 def test_a_job_without_rows_has_an_empty_arena() -> None:

@@ -258,3 +258,25 @@ def test_intervals_let_twins_share_one_node() -> None:
         (0, 2, 2, 3),
         (2, 3, 2, 3),
     ]
+
+
+@given(st.lists(st.lists(st.integers(0, 1), max_size=6), max_size=9))
+def test_intervals_are_the_sequences_around_each_prefix(lists: list[list[int]]) -> None:
+    """Twins included: a node is a prefix that several share and go on from differently, or where one ends."""
+    sequences = sorted(lists)
+    common = [0] * len(sequences)
+    for i in range(1, len(sequences)):
+        pair = zip(sequences[i - 1], sequences[i], strict=False)
+        common[i] = next((k for k, (a, b) in enumerate(pair) if a != b), min(map(len, sequences[i - 1 : i + 1])))
+    below: dict[tuple[int, ...], list[int]] = {(): list(range(len(sequences)))}
+    for i, sequence in enumerate(sequences):
+        for end in range(1, len(sequence) + 1):
+            below.setdefault(tuple(sequence[:end]), []).append(i)
+    ends = {tuple(sequence) for sequence in sequences}
+    kept = [p for p in below if not p or p in ends or all(len(below.get((*p, t), [])) < len(below[p]) for t in (0, 1))]
+    nodes = intervals_from_lcp(np.array([len(s) for s in sequences], np.int64), np.array(common, np.int64))
+    got = list(zip(nodes.lo.tolist(), nodes.hi.tolist(), nodes.end.tolist(), strict=True))
+    assert got == sorted(
+        ((below[p][0] if below[p] else 0, below[p][-1] + 1 if below[p] else 0, len(p)) for p in kept),
+        key=lambda node: (node[0], node[2]),
+    )
