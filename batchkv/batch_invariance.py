@@ -9,6 +9,8 @@ from __future__ import annotations
 import torch
 from torch import nn
 
+from batchkv.packed_linear import PackedLinear
+
 _COUNTS = (*range(1, 18), 24, 33, 64, 100, 128)  # rows that are tried
 _MOST = 32  # filling up to more rows than this would cost time
 
@@ -22,21 +24,25 @@ def least_rows(model: nn.Module) -> int | None:
     """
     if any(parameter.ndim == 3 for parameter in model.parameters()):
         return None
-    linears = {_signature(module): module for module in model.modules() if isinstance(module, nn.Linear)}
+    linears = {_signature(m): m for m in model.modules() if isinstance(m, (nn.Linear, PackedLinear))}
     least = max((_least_rows_of(linear) for linear in linears.values()), default=1)
     return least if least <= _MOST else None
 
 
-def _signature(linear: nn.Linear) -> tuple[int, int, bool, torch.dtype]:
-    return linear.in_features, linear.out_features, linear.bias is not None, linear.weight.dtype
+def _signature(linear: nn.Linear | PackedLinear) -> tuple[type[nn.Module], int, int, bool, torch.dtype]:
+    """Layers that are alike in these run the same code."""
+    return type(linear), linear.in_features, linear.out_features, linear.bias is not None, _dtype(linear)
+
+
+def _dtype(linear: nn.Linear | PackedLinear) -> torch.dtype:
+    return linear.dtype if isinstance(linear, PackedLinear) else linear.weight.dtype
 
 
 @torch.inference_mode()
-def _least_rows_of(linear: nn.Linear) -> int:
+def _least_rows_of(linear: nn.Linear | PackedLinear) -> int:
     """One more than the largest number of rows whose results differ from those of the largest tried."""
-    weight = linear.weight
     rows = torch.randn(_COUNTS[-1], linear.in_features, generator=torch.Generator().manual_seed(0))
-    rows = rows.to(weight.device, weight.dtype)
+    rows = rows.to(_dtype(linear))
     expected = linear(rows)
     different = [n for n in _COUNTS[:-1] if not torch.equal(linear(rows[:n].clone()), expected[:n])]
     return 1 + max(different, default=0)

@@ -36,6 +36,7 @@ from batchkv.model_loader import (
 )
 from batchkv.model_runner import ModelRunner, paged_attention_of
 from batchkv.model_support import check_supported
+from batchkv.packed_linear import pack_linears
 from batchkv.parity_probe import check_parity
 from batchkv.preparation import ModelFacts, PreparedJob, prepare
 from batchkv.progress import OnProgress, no_progress
@@ -72,14 +73,16 @@ class Engine:
         tokenizer_name = tokenizer if isinstance(tokenizer, str) else None
         self.config = EngineConfig(model=name, tokenizer=tokenizer_name, **config)
         self.device = _execution_device(self.config.device)
+        is_ours = not isinstance(model, PreTrainedModel)
         if isinstance(model, PreTrainedModel):
             check_supported(model.config, type(model))
             _check_device(model.device)
             self.model = model
         else:
             self.model = load_model(resolve_model(name), self.config.dtype, self.device)
+            pack_linears(self.model)
         self.tokenizer = _tokenizer(model, tokenizer)
-        check_parity(self.model.config, type(self.model))
+        check_parity(self.model.config, type(self.model), packed=is_ours)
         self._backend = select_attention(self.model.dtype)
         self._least_rows = least_rows(self.model) if self._backend.is_batch_invariant else None
         if self.config.deterministic and self._least_rows is None:

@@ -19,6 +19,7 @@ from batchkv.kernels.selection import select_attention
 from batchkv.kv_layout import KVLayout, layer_specs
 from batchkv.model_runner import ModelRunner, paged_attention_of
 from batchkv.model_support import tiny_config, tiny_model
+from batchkv.packed_linear import pack_linears
 from batchkv.planner import Limits, make_plan
 from batchkv.sampling_params import RowParams, SamplingParams
 from batchkv.scheduler import Scheduler
@@ -33,15 +34,24 @@ _NEW_TOKENS = 3
 _TOLERANCE = 1e-3  # of the logits' standard deviation; a wrong mask is off by more than 0.1 of it
 
 
-def check_parity(config: PretrainedConfig, model_class: type[PreTrainedModel] | None = None) -> None:
+def check_parity(
+    config: PretrainedConfig, model_class: type[PreTrainedModel] | None = None, *, packed: bool = False
+) -> None:
     """Compares our attention with the eager one on a tiny model of the class.
+
+    Args:
+        config: of the model that is to run.
+        model_class: its class, if not that of the config.
+        packed: whether its linear layers are packed.
 
     Raises:
         UserError: they differ, so that results would be wrong; or the class cannot be tried.
     """
-    model = tiny_model(tiny_config(config), model_class=model_class)
+    plain, model = (tiny_model(tiny_config(config), model_class=model_class) for _ in range(2))
+    if packed:
+        pack_linears(model)
     try:
-        error = _largest_difference(model)
+        error = _largest_difference(model, plain)
     except Exception as cause:  # whatever its code does when it is called as no one else calls it
         raise UserError(
             f"model type {config.model_type!r} is not supported: a tiny model of its class does not run with paged "
@@ -54,10 +64,10 @@ def check_parity(config: PretrainedConfig, model_class: type[PreTrainedModel] | 
         )
 
 
-def _largest_difference(model: PreTrainedModel) -> float:
+def _largest_difference(model: PreTrainedModel, plain: PreTrainedModel) -> float:
     """Of the logits, in their standard deviations."""
     ours, tokens = _run(model, _prompts(model.config.vocab_size))
-    theirs = [_eager(model, sequence) for sequence in tokens]
+    theirs = [_eager(plain, sequence) for sequence in tokens]
     scale = torch.cat(theirs).std()
     differences = torch.stack([(a - b).abs().max() for a, b in zip(ours, theirs, strict=True)])
     return float(differences.max() / scale)  # NaN if any is

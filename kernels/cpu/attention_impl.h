@@ -39,8 +39,8 @@ inline void from_float(float value, uint16_t* out) {  // to nearest, ties to eve
 // e^x for x <= 0, within 2 ulp; 0 below -87. Cody-Waite reduction, then the Taylor polynomial on |r| <= ln2/2.
 inline Vec exp_nonpositive(Vec x) {
   const Vec round = all(12582912.0f);  // 1.5 * 2^23: adding it leaves the integer in the low bits
-  VecInt is_zero = x < -87.0f;
-  x = is_zero ? Vec{} : x;
+  const VecInt is_zero = x < -87.0f;
+  x = x > -87.0f ? x : all(-87.0f);
   Vec n = (x * 1.44269504088896341f + round) - round;
   Vec r = x - n * 0.693359375f;
   r = r + n * 2.12194440e-4f;
@@ -245,15 +245,18 @@ struct Task {
   void values(int64_t token, int64_t lo, int64_t hi, const float** rows) {
     const int64_t stride = pages.value_stride;
     const Element* value = static_cast<const Element*>(pages.value);
-    for (int64_t p = lo; p < hi; p++) {
-      const Element* from =
-          value + ((page_of(token, p) * pages.kv_heads + head) * pages.page_size + p % pages.page_size) * stride;
-      if constexpr (std::is_same_v<Element, float>) {
-        rows[p - lo] = from;
-      } else {
-        float* to = &scratch.values[(p - lo) * stride];
-        for (int d = 0; d < stride; d++) to[d] = to_float(from[d]);
-        rows[p - lo] = to;
+    const int64_t size = pages.page_size;
+    for (int64_t p = lo; p < hi;) {
+      const int64_t stop = std::min(hi, (p / size + 1) * size);
+      const Element* from = value + ((page_of(token, p) * pages.kv_heads + head) * size + p % size) * stride;
+      for (; p < stop; p++, from += stride) {
+        if constexpr (std::is_same_v<Element, float>) {
+          rows[p - lo] = from;
+        } else {
+          float* to = &scratch.values[(p - lo) * stride];
+          for (int64_t d = 0; d < stride; d++) to[d] = to_float(from[d]);
+          rows[p - lo] = to;
+        }
       }
     }
   }
@@ -262,16 +265,17 @@ struct Task {
   void softmax(int64_t row, int lo, int hi, int first_group, int last_group) {
     float* scores = &scratch.scores[row * kBlock];
     const int begin = first_group * kLanes, end = (last_group + 1) * kLanes;
-    float largest = scratch.max[row];
-    for (int i = lo; i < hi; i++) {
-      scores[i] *= scoring.scale;
-      if (scoring.softcap > 0) scores[i] = scoring.softcap * std::tanh(scores[i] / scoring.softcap);
+    float scale = scoring.scale, largest = scratch.max[row];
+    if (scoring.softcap > 0) {
+      for (int i = lo; i < hi; i++) scores[i] = scoring.softcap * std::tanh(scores[i] * scale / scoring.softcap);
+      scale = 1;
     }
     for (int i = begin; i < lo; i++) scores[i] = -INFINITY;
     for (int i = hi; i < end; i++) scores[i] = -INFINITY;
     Vec most = all(largest);
     for (int i = begin; i < end; i += VECTOR_FLOATS) {
-      Vec score = load(scores + i);
+      Vec score = load(scores + i) * scale;
+      store(scores + i, score);
       most = score > most ? score : most;
     }
     for (int i = 0; i < VECTOR_FLOATS; i++) largest = std::max(largest, most[i]);

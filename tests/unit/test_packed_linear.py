@@ -1,0 +1,49 @@
+"""Packed layers compute what plain ones do, and only models that were loaded are packed."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from batchkv.engine import Engine
+from batchkv.packed_linear import PackedLinear, pack_linears
+from tests.tiny_models import FAMILIES, save_tiny
+
+needs_onednn = pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="torch without oneDNN")
+
+
+@needs_onednn
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("shape", [(1, 40), (3, 40), (1, 300, 40), (0, 40)])
+def test_a_packed_layer_computes_what_the_plain_one_does(bias: bool, shape: tuple[int, ...]) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(40, 56, bias=bias))
+    rows = torch.randn(shape)
+    expected = model(rows)
+    pack_linears(model)
+    assert isinstance(model[0], PackedLinear)
+    assert torch.allclose(model(rows), expected, atol=1e-5)
+
+
+def test_layers_that_are_more_than_linear_and_other_dtypes_stay_as_they_are() -> None:
+    class Adapter(nn.Linear):
+        pass
+
+    model = nn.Sequential(Adapter(8, 8), nn.Linear(8, 8, dtype=torch.float64))
+    before = list(model)
+    pack_linears(model)
+    assert list(model) == before
+
+
+@needs_onednn
+def test_a_live_module_is_not_packed_and_a_loaded_one_is(tmp_path: Path) -> None:
+    live = FAMILIES["llama"]()
+    modules = list(live.modules())
+    Engine(live)
+    assert list(live.modules()) == modules
+    loaded = Engine(save_tiny(live, tmp_path)).model
+    assert isinstance(loaded.lm_head, PackedLinear)
+    assert not any(type(module) is nn.Linear for module in loaded.modules())
