@@ -19,6 +19,7 @@ from batchkv.config import DEFAULT_MODEL, EngineConfig, parse_memory_size
 from batchkv.endings import Endings
 from batchkv.errors import RowError, UserError
 from batchkv.executor import Executor, Progress
+from batchkv.heap import return_large_blocks
 from batchkv.job import Jobs, read_job
 from batchkv.job_plan import Plan
 from batchkv.kernels.attention import AttentionBackend
@@ -81,6 +82,7 @@ class Engine:
         else:
             self.model = load_model(resolve_model(name), self.config.dtype, self.device)
             pack_linears(self.model)
+            return_large_blocks()  # not in a process that is another program's, which brings its own model
         self.tokenizer = _tokenizer(model, tokenizer)
         check_parity(self.model.config, type(self.model), packed=is_ours)
         self._backend = select_attention(self.model.dtype)

@@ -24,7 +24,6 @@ from batchkv.writer import Completion
 Int64Array = npt.NDArray[np.int64]
 Progress = Callable[[int, int], None]  # (sequences that ended, tokens generated) since the last call
 
-_SAMPLED_AT_ONCE = 256  # bounds the copies of a prompt's logits when it has very many samples
 _NO_TOKEN = -1
 
 
@@ -104,12 +103,10 @@ class Executor:
     def _append_tokens(self, step: Step, logits: torch.Tensor) -> npt.NDArray[np.int32]:
         """Appends the next token of every sampled sequence; int32 [N], _NO_TOKEN where there is none."""
         token_ids = np.full(len(step.sampled), _NO_TOKEN, np.int32)
-        for lo in range(0, len(step.sampled), _SAMPLED_AT_ONCE):
-            at = np.arange(lo, min(lo + _SAMPLED_AT_ONCE, len(step.sampled)))
-            at, sampled = self._sample_valid(step, logits, at)
-            self._generated.append(step.sampled[at], sampled.token_ids.astype(np.int32), sampled.logprobs)
-            token_ids[at] = sampled.token_ids
-            self._metrics.generated_tokens += len(at)
+        at, sampled = self._sample_valid(step, logits, np.arange(len(step.sampled)))
+        self._generated.append(step.sampled[at], sampled.token_ids.astype(np.int32), sampled.logprobs)
+        token_ids[at] = sampled.token_ids
+        self._metrics.generated_tokens += len(at)
         return token_ids
 
     def _sample_valid(self, step: Step, logits: torch.Tensor, at: Int64Array) -> tuple[Int64Array, Sampled]:
@@ -117,7 +114,7 @@ class Executor:
         sequences = step.sampled[at]
         positions = self._generated.lengths[sequences].astype(np.int64)
         try:
-            return at, sample(_rows(logits, step.sampled_logits[at]), self._sampling.take(sequences), positions)
+            return at, sample(logits, self._sampling.take(sequences), positions, step.sampled_logits[at])
         except InvalidLogitsError as invalid:
             return self._sample_valid(step, logits, np.delete(at, invalid.rows))
 
@@ -132,10 +129,3 @@ class Executor:
                     stop_string=self._endings.stop_string(sequence),
                 )
             self._generated.drop(sequence)
-
-
-def _rows(logits_LV: torch.Tensor, index: Int64Array) -> torch.Tensor:
-    """The rows at `index`; a view where they lie one after the other, for they are large."""
-    if np.array_equal(index, np.arange(len(index)) + index[:1]):
-        return logits_LV[int(index[0]) : int(index[0]) + len(index)] if len(index) else logits_LV[:0]
-    return logits_LV[torch.from_numpy(index).to(logits_LV.device)]

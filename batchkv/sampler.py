@@ -3,8 +3,8 @@
 The filters and their order are those of transformers: temperature, top_k, top_p, min_p. (vLLM applies min_p
 before top_k and top_p, which gives other samples where min_p meets top_p.)
 
-Shape suffixes: B rows, V vocabulary, W the W largest logits of a row in descending order, N blocks of _BLOCK
-tokens, K tokens of one block.
+Shape suffixes: L rows of logits, B rows that are drawn, V vocabulary, W the W largest logits of a row in descending
+order, N blocks of _BLOCK tokens, K tokens of one block.
 """
 
 from __future__ import annotations
@@ -109,7 +109,12 @@ class Sampled:
 
 
 @torch.no_grad()
-def sample(logits_BV: torch.Tensor, batch: SamplingBatch, positions: npt.NDArray[np.int64]) -> Sampled:
+def sample(
+    logits_LV: torch.Tensor,
+    batch: SamplingBatch,
+    positions: npt.NDArray[np.int64],
+    logits_rows: npt.NDArray[np.int64] | None = None,
+) -> Sampled:
     """Samples one token per row.
 
     Greedy rows take the likeliest token, the lowest id among equals. Other rows invert the CDF over the
@@ -117,26 +122,29 @@ def sample(logits_BV: torch.Tensor, batch: SamplingBatch, positions: npt.NDArray
     other rows.
 
     Args:
-        logits_BV: fp32, bf16 or fp16 on any device. Tokens at -inf are never sampled. Not changed.
+        logits_LV: fp32, bf16 or fp16 on any device. Tokens at -inf are never sampled. Not changed.
         batch: parameters of the B rows.
         positions: int64 [B], index of the token within its sample.
+        logits_rows: int64 [B], which of the L logits each row is drawn from; by default there is one for each.
 
     Raises:
         InvalidLogitsError: names the rows that cannot be sampled.
         ValueError: the arguments have different numbers of rows.
     """
-    if not len(logits_BV) == len(batch) == len(positions):
+    if logits_rows is None:
+        logits_rows = np.arange(len(logits_LV))
+    if not len(logits_rows) == len(batch) == len(positions):
         raise ValueError(
-            f"{len(logits_BV)} rows of logits, {len(batch)} of parameters and {len(positions)} positions: "
+            f"{len(logits_rows)} rows of logits, {len(batch)} of parameters and {len(positions)} positions: "
             "must be as many of each"
         )
     uniforms_B = uniforms(batch.key, positions)
     # Made before the chunks: results allocated between their temporaries would keep the heap from reusing these.
     token_ids_B = np.empty(len(batch), np.int64)
     logprobs_B, best_B = np.empty(len(batch), np.float32), np.empty(len(batch), np.float32)
-    for kind, rows in _chunks(batch, logits_BV):
-        params = _Rows.on(logits_BV.device, batch.take(rows), uniforms_B[rows])
-        drawn = _draw_chunk(_select(logits_BV, rows), kind, params)
+    for kind, rows in _chunks(batch, logits_LV):
+        params = _Rows.on(logits_LV.device, batch.take(rows), uniforms_B[rows])
+        drawn = _draw_chunk(_select(logits_LV, logits_rows[rows]), kind, params)
         token_ids_B[rows], logprobs_B[rows], best_B[rows] = (result.cpu().numpy() for result in drawn)
     invalid = np.flatnonzero(~np.isfinite(best_B))
     if len(invalid):
@@ -178,10 +186,10 @@ class _Rows:
         )
 
 
-def _chunks(batch: SamplingBatch, logits_BV: torch.Tensor) -> Iterator[tuple[_Kind, npt.NDArray[np.int64]]]:
+def _chunks(batch: SamplingBatch, logits_LV: torch.Tensor) -> Iterator[tuple[_Kind, npt.NDArray[np.int64]]]:
     """Every row once: rows of one kind at a time, ascending, as many as fit the memory for temporaries."""
-    chunk_bytes = _CHUNK_BYTES_CPU if logits_BV.device.type == "cpu" else _CHUNK_BYTES
-    step = max(1, chunk_bytes // (4 * logits_BV.shape[1]))
+    chunk_bytes = _CHUNK_BYTES_CPU if logits_LV.device.type == "cpu" else _CHUNK_BYTES
+    step = max(1, chunk_bytes // (4 * logits_LV.shape[1]))
     filtered_B = (batch.top_k > 0) | (batch.top_p < 1) | (batch.min_p > 0)
     kind_B = np.where(filtered_B, _Kind.FILTERED, _Kind.UNFILTERED)
     kind_B[batch.temperature == 0] = _Kind.GREEDY
@@ -191,12 +199,12 @@ def _chunks(batch: SamplingBatch, logits_BV: torch.Tensor) -> Iterator[tuple[_Ki
             yield kind, rows[start : start + step]
 
 
-def _select(logits_BV: torch.Tensor, rows: npt.NDArray[np.int64]) -> torch.Tensor:
-    """The given ascending rows as fp32; a view where nothing has to be moved."""
-    first, last = int(rows[0]), int(rows[-1])
-    if last - first + 1 == len(rows):
-        return logits_BV[first : last + 1].float()
-    return logits_BV[torch.from_numpy(rows).to(logits_BV.device)].float()
+def _select(logits_LV: torch.Tensor, rows: npt.NDArray[np.int64]) -> torch.Tensor:
+    """The given rows as fp32; a view where nothing has to be moved."""
+    first = int(rows[0])
+    if np.array_equal(rows, np.arange(first, first + len(rows))):
+        return logits_LV[first : first + len(rows)].float()
+    return logits_LV[torch.from_numpy(rows).to(logits_LV.device)].float()
 
 
 def _draw_chunk(logits_BV: torch.Tensor, kind: _Kind, rows: _Rows) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:

@@ -418,3 +418,14 @@ def test_different_numbers_of_rows_are_an_error() -> None:
     batch = batch_of(SamplingParams(), samples=2)
     with pytest.raises(ValueError, match="3 rows of logits, 2 of parameters and 2 positions"):
         sample(torch.zeros(3, 10), batch, np.arange(2))
+
+
+def test_rows_may_be_drawn_from_any_of_the_logits() -> None:
+    torch.manual_seed(3)
+    logits = torch.randn(5, 300)
+    picked = np.array([0, 0, 2, 4, 4, 3])
+    batch = batch_of(*MIXED[: len(picked)])
+    result = sample(logits, batch, np.arange(len(picked)), picked)
+    copied = sample(logits[torch.from_numpy(picked)], batch, np.arange(len(picked)))
+    assert result.token_ids.tolist() == copied.token_ids.tolist()
+    assert result.logprobs.tolist() == copied.logprobs.tolist()
