@@ -12,21 +12,21 @@ from torch import nn
 from batchkv.packed_linear import PackedLinear
 
 _COUNTS = (*range(1, 18), 24, 33, 64, 100, 128)  # rows that are tried
-_MOST = 32  # filling up to more rows than this would cost time
+_MULTIPLES = (16, 32)  # filling up to more rows than this would cost time
 
 
-def least_rows(model: nn.Module) -> int | None:
-    """From how many rows on the matrix products of `model` give each row the same bits, tried on its own weights.
+def row_multiple(model: nn.Module) -> int | None:
+    """Any multiple of how many rows gives each row of the model's products the same bits, tried on its own weights.
 
     Returns:
-        None if there is no such number up to 32, or the rows of a product are not the step's: layers of experts
-        multiply as many as are routed to each.
+        16 or 32; None if neither does, or if the rows of a product are not the step's: layers of experts multiply as
+        many as are routed to each.
     """
     if any(parameter.ndim == 3 for parameter in model.parameters()):
         return None
     linears = {_signature(m): m for m in model.modules() if isinstance(m, (nn.Linear, PackedLinear))}
     least = max((_least_rows_of(linear) for linear in linears.values()), default=1)
-    return least if least <= _MOST else None
+    return next((multiple for multiple in _MULTIPLES if least <= multiple), None)
 
 
 def _signature(linear: nn.Linear | PackedLinear) -> tuple[type[nn.Module], int, int, bool, torch.dtype]:

@@ -14,7 +14,7 @@ import pyarrow as pa
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from batchkv.batch_invariance import least_rows
+from batchkv.batch_invariance import row_multiple
 from batchkv.config import DEFAULT_MODEL, EngineConfig, parse_memory_size
 from batchkv.endings import Endings
 from batchkv.errors import RowError, UserError
@@ -86,8 +86,8 @@ class Engine:
         self.tokenizer = _tokenizer(model, tokenizer)
         check_parity(self.model.config, type(self.model), packed=is_ours)
         self._backend = select_attention(self.model.dtype)
-        self._least_rows = least_rows(self.model) if self._backend.is_batch_invariant else None
-        if self.config.deterministic and self._least_rows is None:
+        self._row_multiple = row_multiple(self.model) if self._backend.is_batch_invariant else None
+        if self.config.deterministic and self._row_multiple is None:
             raise UserError(_why_not_deterministic(self.model, self._backend))
         self._facts = ModelFacts.of(self.model.config, self.model.dtype.itemsize)
         self._load_s = perf_counter() - started
@@ -147,7 +147,7 @@ class Engine:
         return with_summary(table, self._summary(prepared, errors, metrics))
 
     def _summary(self, prepared: PreparedJob, errors: dict[int, RowError], metrics: RunMetrics) -> dict[str, Any]:
-        is_invariant = self._least_rows is not None
+        is_invariant = self._row_multiple is not None
         return summarize(prepared.plan, errors, metrics, attention=self._backend.name, batch_invariant=is_invariant)
 
     def _prepare(
@@ -192,7 +192,7 @@ class Engine:
                     self._backend,
                     plan.memory.pool_pages,
                     plan.memory.page_size,
-                    self._least_rows or 1,
+                    self._row_multiple or 16,
                 ),
                 SamplingBatch.from_params(params, keys),
                 Endings(params, plan.sequences.max_new_tokens, self.end_token_ids, self.tokenizer),

@@ -26,8 +26,9 @@ class ModelRunner:
         backend: attention kernels.
         pool_pages: pages of each group of layers.
         page_size: tokens per page.
-        least_rows: smaller forward passes are filled up to this many tokens, and as many logits are computed, so that
-            the matrix products do not depend on the number of rows.
+        row_multiple: forward passes are filled up to a multiple of this many tokens and of logits. Products of few rows
+            cost about the same; there are fewer sizes that libraries prepare for and that memory is split into; and
+            a row's bits need not depend on how many rows there are (`batch_invariance`).
     """
 
     def __init__(
@@ -37,10 +38,10 @@ class ModelRunner:
         backend: AttentionBackend[Any, Any],
         pool_pages: tuple[int, ...],
         page_size: int,
-        least_rows: int = 1,
+        row_multiple: int = 16,
     ) -> None:
         self._model, self._layout, self._backend = model, layout, backend
-        self._device, self._least_rows = model.device, least_rows
+        self._device, self._row_multiple = model.device, row_multiple
         self._pages = tuple(
             backend.allocate(
                 pool_pages[group],
@@ -76,11 +77,9 @@ class ModelRunner:
         return logits
 
     def _filled(self, numbers: npt.NDArray[np.int64]) -> torch.Tensor:
-        """On the device, with zeros up to the least number of rows; nothing stays nothing."""
-        missing = self._least_rows - len(numbers)
-        if missing > 0 and len(numbers):
-            numbers = np.pad(numbers, (0, missing))
-        return torch.from_numpy(numbers).to(self._device)
+        """On the device, with zeros up to the next multiple; nothing stays nothing."""
+        filled = np.pad(numbers, (0, -len(numbers) % self._row_multiple))
+        return torch.from_numpy(filled).to(self._device)
 
 
 @contextmanager

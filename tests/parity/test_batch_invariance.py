@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from batchkv.batch_invariance import least_rows
+from batchkv.batch_invariance import row_multiple
 from batchkv.engine import Engine
 from batchkv.errors import UserError
 from batchkv.kernels.native_cpu import is_covered
@@ -67,16 +67,15 @@ class RoundsBelow(nn.Linear):
         return out * (1 + 1e-6) if len(rows) < self.threshold else out
 
 
-@pytest.mark.parametrize(("threshold", "expected"), [(5, 5), (17, 17), (60, None)])
+@pytest.mark.parametrize(("threshold", "expected"), [(5, 16), (17, 32), (60, None)])
 def test_steps_are_filled_up_to_where_products_stop_depending_on_the_rows(threshold: int, expected: int | None) -> None:
     linear = RoundsBelow(64, 64)
     linear.threshold = threshold
-    found = least_rows(nn.Sequential(linear))
-    assert found is None if expected is None else found is not None and found >= expected
+    assert row_multiple(nn.Sequential(linear)) == expected
 
 
 def test_mixtures_of_experts_are_not_batch_invariant() -> None:
-    assert least_rows(FAMILIES["qwen3_moe"]()) is None
+    assert row_multiple(FAMILIES["qwen3_moe"]()) is None
 
 
 def test_deterministic_is_refused_where_it_cannot_be_had() -> None:
