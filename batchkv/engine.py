@@ -174,6 +174,12 @@ class Engine:
 
     def _execute(self, prepared: PreparedJob, metrics: RunMetrics, progress: Progress) -> list[Completion | None]:
         """The completion of every sequence of the plan."""
+        with paged_attention_of(self.model):
+            with metrics.timed("plan"):
+                executor = self._executor(prepared, metrics, progress)
+            return executor.run()
+
+    def _executor(self, prepared: PreparedJob, metrics: RunMetrics, progress: Progress) -> Executor:
         plan, job = prepared.plan, prepared.job
         params = [job.params[row] for row in plan.sequences.row.tolist()]
         ids = job.ids.to_pylist()
@@ -181,27 +187,26 @@ class Engine:
             stream_key(p.seed, ids[row], sample)
             for p, row, sample in zip(params, plan.sequences.row.tolist(), plan.sequences.sample.tolist(), strict=True)
         ]
-        with paged_attention_of(self.model):
-            executor = Executor(
-                plan,
-                prepared.arena,
-                self.layout,
-                ModelRunner(
-                    self.model,
-                    self.layout,
-                    self._backend,
-                    plan.memory.pool_pages,
-                    plan.memory.page_size,
-                    self._row_multiple or 16,
-                ),
-                SamplingBatch.from_params(params, keys),
-                Endings(params, plan.sequences.max_new_tokens, self.end_token_ids, self.tokenizer),
-                max_batch_rows=self.config.max_batch_rows,
-                max_batch_tokens=self.config.batch_tokens(self.device.type),
-                metrics=metrics,
-                progress=progress,
-            )
-            return executor.run()
+        runner = ModelRunner(
+            self.model,
+            self.layout,
+            self._backend,
+            plan.memory.pool_pages,
+            plan.memory.page_size,
+            self._row_multiple or 16,
+        )
+        return Executor(
+            plan,
+            prepared.arena,
+            self.layout,
+            runner,
+            SamplingBatch.from_params(params, keys),
+            Endings(params, plan.sequences.max_new_tokens, self.end_token_ids, self.tokenizer),
+            max_batch_rows=self.config.max_batch_rows,
+            max_batch_tokens=self.config.batch_tokens(self.device.type),
+            metrics=metrics,
+            progress=progress,
+        )
 
     @property
     def end_token_ids(self) -> tuple[int, ...]:

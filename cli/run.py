@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from batchkv.preparation import PreparedJob
 
 _ROW_ERRORS = 3
+_TIMES = ("load", "read", "tokenize", "plan", "prefill", "decode", "sampling", "write")
 
 
 def run(
@@ -69,8 +70,10 @@ def run(
         stop=tuple(stop or ()),
         logprobs=logprobs,
     )
+    started = perf_counter()
     from batchkv.engine import Engine  # torch and transformers take seconds
 
+    import_s = perf_counter() - started
     engine = Engine(
         model,
         tokenizer,
@@ -90,7 +93,7 @@ def run(
 
     with bar:
         table = engine.run(options.job_paths(jobs), sampling, limit=limit, on_prepared=start, on_progress=bar.prepare)
-    totals = finish(table, out)
+    totals = finish(table, out, import_s)
     if summary:
         write_summary(totals, summary)
     if not quiet:
@@ -117,15 +120,15 @@ def _check_apart(out: Path, summary: Path | None, jobs: list[str]) -> None:
         raise UserError(f"--summary {summary}: name a file in a folder that is there")
 
 
-def finish(table: Any, out: Path) -> dict[str, Any]:
-    """Writes the results; the summary of the run, with the time that took."""
+def finish(table: Any, out: Path, import_s: float) -> dict[str, Any]:
+    """Writes the results; the summary of the run, with the time that this and importing took."""
     from batchkv.writer import summary_of
 
     started = perf_counter()
     write_table(table, out)
     totals = summary_of(table)
-    seconds = perf_counter() - started
-    for name in ("write_s", "elapsed_s"):
+    write_s = perf_counter() - started
+    for name, seconds in (("load_s", import_s), ("write_s", write_s), ("elapsed_s", import_s + write_s)):
         totals[name] = round(totals[name] + seconds, 3)
     return totals
 
@@ -146,10 +149,12 @@ def describe(totals: dict[str, Any], out: Path) -> str:
         f"generated {totals['generated_tokens']:,} tokens, {totals['generated_tokens_per_s']:,.0f} per second",
         f"KV        peak {totals['peak_kv_tokens']:,} tokens (planned {totals['planned_peak_kv_tokens']:,}, "
         f"budget {totals['kv_budget_tokens']:,})",
-        f"seconds   load {totals['load_s']:.1f}, tokenize {totals['tokenize_s']:.1f}, plan {totals['plan_s']:.1f}, "
-        f"prefill {totals['prefill_s']:.1f}, decode {totals['decode_s']:.1f}, sampling {totals['sampling_s']:.1f}, "
-        f"write {totals['write_s']:.1f}; {totals['elapsed_s']:.1f} in all",
+        "seconds   "
+        + ", ".join(f"{name} {totals[f'{name}_s']:.1f}" for name in _TIMES)
+        + f"; {totals['elapsed_s']:.1f} in all",
     ]
+    if totals["attention"] == "torch":
+        lines.append("attention torch operations: the native kernel was not built or has not this dtype; it is faster")
     if totals["preempted_sequences"]:
         lines.append(
             f"memory was short: {totals['preempted_sequences']:,} sequences were set aside and "

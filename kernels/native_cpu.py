@@ -20,6 +20,7 @@ from batchkv.step import AttentionBatch
 
 _LIBRARY = "batchkv.kernels._cpu_attention"
 _DTYPES = {torch.float32: 0, torch.bfloat16: 1}
+_INSTRUCTION_SETS = {"avx512": 2, "avx2": 1, "portable": 0}  # the best first
 _LANES = 16  # value dims are padded to a multiple of this
 
 
@@ -77,15 +78,21 @@ def _library() -> ctypes.CDLL | None:
         return None
     pages, batch = ctypes.POINTER(_Pages), ctypes.POINTER(_Batch)
     library.batchkv_store.argtypes = [pages, batch, _Heads, _Heads]
-    library.batchkv_attend.argtypes = [pages, batch, ctypes.c_int32, _Heads, _Heads, _Scoring]
+    library.batchkv_attend.argtypes = [ctypes.c_int32, pages, batch, ctypes.c_int32, _Heads, _Heads, _Scoring]
     library.batchkv_store.restype = library.batchkv_attend.restype = None
-    library.batchkv_instruction_set.restype = ctypes.c_char_p
+    library.batchkv_supports.argtypes, library.batchkv_supports.restype = [ctypes.c_int32], ctypes.c_bool
     return library
 
 
 def is_covered(dtype: torch.dtype) -> bool:
     """Whether the native kernel is there and takes keys and values of this dtype."""
     return dtype in _DTYPES and _library() is not None
+
+
+def instruction_sets() -> list[str]:
+    """Those that this processor has a kernel for, the best first; none where there is no native kernel."""
+    library = _library()
+    return [name for name, number in _INSTRUCTION_SETS.items() if library and library.batchkv_supports(number)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,16 +113,24 @@ class NativeWorkPlan:
 
 
 class NativeAttention(AttentionBackend[NativeKV, NativeWorkPlan]):
-    """Raises RuntimeError when made where there is no native kernel: ask `is_covered` first."""
+    """The native kernel.
+
+    Args:
+        instruction_set: one of `instruction_sets()`, by default the best.
+
+    Raises:
+        RuntimeError: there is no kernel for it: ask `is_covered` first.
+    """
 
     is_batch_invariant = True
 
-    def __init__(self) -> None:
-        library = _library()
-        if library is None:
-            raise RuntimeError(f"{_LIBRARY} is not there: it was not built, or does not load on this machine")
-        self._library = library
-        self.name = f"native ({library.batchkv_instruction_set().decode()})"
+    def __init__(self, instruction_set: str | None = None) -> None:
+        library, there = _library(), instruction_sets()
+        name = instruction_set or next(iter(there), "any processor")
+        if library is None or name not in there:
+            raise RuntimeError(f"no native kernel for {name}: it was not built, or does not run on this machine")
+        self._library, self._instruction_set = library, _INSTRUCTION_SETS[name]
+        self.name = f"native ({name})"
 
     def allocate(
         self,
@@ -182,7 +197,13 @@ class NativeAttention(AttentionBackend[NativeKV, NativeWorkPlan]):
         sinks_H = None if sinks_H is None else sinks_H.float().contiguous()
         scoring = _Scoring(scale, softcap or 0.0, None if sinks_H is None else sinks_H.data_ptr())
         self._library.batchkv_attend(
-            _pages(kv), plan.batch, num_heads, _Heads.of(query_HTD), _Heads.of(out_THD.transpose(0, 1)), scoring
+            self._instruction_set,
+            _pages(kv),
+            plan.batch,
+            num_heads,
+            _Heads.of(query_HTD),
+            _Heads.of(out_THD.transpose(0, 1)),
+            scoring,
         )
         return out_THD.to(dtype)
 

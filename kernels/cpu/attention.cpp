@@ -1,4 +1,4 @@
-// Chooses the kernel for the processor it runs on, and moves keys and values into their pages.
+// The C interface: leads to the kernel of an instruction set, and moves keys and values into their pages.
 #include "isa.h"
 
 #define DECLARE(ISA) \
@@ -10,19 +10,6 @@ DECLARE(avx2)
 DECLARE(avx512)
 
 namespace {
-
-enum class Isa { kPortable, kAvx2, kAvx512 };
-
-Isa detect() {
-#if defined(__x86_64__)
-  __builtin_cpu_init();
-  if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512vl") &&
-      __builtin_cpu_supports("avx512dq"))
-    return Isa::kAvx512;
-  if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma")) return Isa::kAvx2;
-#endif
-  return Isa::kPortable;
-}
 
 template <typename Element>
 void store(const Pages& pages, const Batch& batch, Heads key, Heads value) {
@@ -60,14 +47,13 @@ extern "C" void batchkv_store(const Pages* pages, const Batch* batch, Heads key,
     store<uint16_t>(*pages, *batch, key, value);
 }
 
-extern "C" void batchkv_attend(const Pages* pages, const Batch* batch, int32_t query_heads, Heads query, Heads out,
-                               Scoring scoring) {
-  static const Isa isa = detect();
-  switch (isa) {
+extern "C" void batchkv_attend(InstructionSet instruction_set, const Pages* pages, const Batch* batch,
+                               int32_t query_heads, Heads query, Heads out, Scoring scoring) {
+  switch (instruction_set) {
 #if defined(__x86_64__)
-    case Isa::kAvx512:
+    case kAvx512:
       return avx512::attend_pages(*pages, *batch, query_heads, query, out, scoring);
-    case Isa::kAvx2:
+    case kAvx2:
       return avx2::attend_pages(*pages, *batch, query_heads, query, out, scoring);
 #endif
     default:
@@ -75,13 +61,19 @@ extern "C" void batchkv_attend(const Pages* pages, const Batch* batch, int32_t q
   }
 }
 
-extern "C" const char* batchkv_instruction_set() {
-  switch (detect()) {
-    case Isa::kAvx512:
-      return "avx512";
-    case Isa::kAvx2:
-      return "avx2";
+extern "C" bool batchkv_supports(InstructionSet instruction_set) {
+#if defined(__x86_64__)
+  __builtin_cpu_init();
+  switch (instruction_set) {
+    case kAvx512:
+      return __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+             __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq");
+    case kAvx2:
+      return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");
     default:
-      return "portable";
+      return true;
   }
+#else
+  return instruction_set == kPortable;
+#endif
 }

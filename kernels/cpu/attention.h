@@ -12,6 +12,7 @@
 extern "C" {
 
 enum Dtype : int32_t { kFloat32 = 0, kBfloat16 = 1 };
+enum InstructionSet : int32_t { kPortable = 0, kAvx2 = 1, kAvx512 = 2 };
 
 // The pages of one layer.
 struct Pages {
@@ -58,8 +59,9 @@ void batchkv_store(const Pages* pages, const Batch* batch, Heads key, Heads valu
 
 // out = softmax(mask(cap(scale * q k^T))) v for every token and query head. A token's result depends on nothing but its own
 // query, keys and values: keys are taken in blocks on a grid of absolute positions, in ascending order.
-void batchkv_attend(const Pages* pages, const Batch* batch, int32_t query_heads, Heads query, Heads out, Scoring scoring);
+void batchkv_attend(InstructionSet instruction_set, const Pages* pages, const Batch* batch, int32_t query_heads,
+                    Heads query, Heads out, Scoring scoring);
 
-// The instruction set that runs here: "avx512", "avx2" or "portable".
-const char* batchkv_instruction_set();
+// Whether the processor has these instructions.
+bool batchkv_supports(InstructionSet instruction_set);
 }

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from itertools import pairwise
 from typing import Any
 
@@ -15,14 +16,20 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from batchkv.kernels.attention import AttentionBackend
-from batchkv.kernels.native_cpu import NativeAttention, is_covered
+from batchkv.kernels.native_cpu import NativeAttention, instruction_sets
 from batchkv.kernels.reference import ReferenceAttention
 from batchkv.kernels.torch_cpu import TorchAttention
 from batchkv.kv_cache import KVCache
 from batchkv.step import AttentionBatch
 
-needs_native = pytest.mark.skipif(not is_covered(torch.float32), reason="the native kernel was not built")
-BACKENDS: list[Any] = [ReferenceAttention, TorchAttention, pytest.param(NativeAttention, marks=needs_native)]
+
+def native(instruction_set: str) -> Any:
+    missing = pytest.mark.skipif(instruction_set not in instruction_sets(), reason="not built, or not this processor's")
+    return pytest.param(partial(NativeAttention, instruction_set), id=f"native-{instruction_set}", marks=missing)
+
+
+NATIVE = [native(name) for name in ("portable", "avx2", "avx512")]
+BACKENDS: list[Any] = [ReferenceAttention, TorchAttention, *NATIVE]
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2e-2}
 
 
@@ -270,12 +277,14 @@ def test_a_fork_does_not_write_to_its_parents_page(make_backend: Callable[[], At
         assert torch.allclose(out.double(), expected, atol=1e-5)
 
 
-@needs_native
+@pytest.mark.parametrize("make_backend", NATIVE)
 @settings(max_examples=100)
 @given(case=cases())
-def test_native_attention_gives_a_token_the_same_bits_alone_as_in_company(case: Case) -> None:
+def test_native_attention_gives_a_token_the_same_bits_alone_as_in_company(
+    make_backend: Callable[[], NativeAttention], case: Case
+) -> None:
     """Every query by itself against all of them together: other tiles, nothing shared, other ranges of keys."""
-    backend = NativeAttention()
+    backend = make_backend()
     trie = Trie(case, backend)
     order = depth_first(case.nodes)
     cached = [(node, case.nodes[node].cached) for node in order if case.nodes[node].cached]
