@@ -1,32 +1,55 @@
-"""Whether a row's results depend on what else is in the step.
+"""Whether a row's results depend, bit for bit, on what else is in the step.
 
 Attention in native code does not let them. A matrix product may: a library picks its kernel, and with it the order of
-its sums, by the number of rows. From some number of rows on it mostly does not; smaller steps are then filled up.
+its sums, by the number of rows. And an activation may: torch computes the ends of each thread's share with other code
+than the rest, so it matters where the shares end. Both are tried here, in the sizes that steps have.
 """
 
 from __future__ import annotations
+
+from collections.abc import Callable
 
 import torch
 from torch import nn
 
 from batchkv.packed_linear import PackedLinear
 
-_COUNTS = (*range(1, 18), 24, 33, 64, 100, 128)  # rows that are tried
 _MULTIPLES = (16, 32)  # filling up to more rows than this would cost time
+_MOST_PRODUCT_ROWS = 128
+_MOST_ACTIVATION_ROWS = 512
+_WIDEST = 1 << 15
+_ACTIVATIONS: tuple[Callable[[torch.Tensor], torch.Tensor], ...] = (
+    nn.functional.silu,
+    lambda x: nn.functional.gelu(x, approximate="tanh"),
+)
 
 
+@torch.inference_mode()
 def row_multiple(model: nn.Module) -> int | None:
-    """Any multiple of how many rows gives each row of the model's products the same bits, tried on its own weights.
+    """A number any multiple of which, as rows of a step, gives each row the same bits; tried on the model's weights.
+
+    It holds for the number of threads that torch has now.
 
     Returns:
-        16 or 32; None if neither does, or if the rows of a product are not the step's: layers of experts multiply as
-        many as are routed to each.
+        16 or 32; None if neither does, or if the model has products that are not those of linear layers over the rows
+        of a step: layers of experts multiply as many rows as are routed to each.
     """
-    if any(parameter.ndim == 3 for parameter in model.parameters()):
+    if not _has_only_linears(model):
         return None
     linears = {_signature(m): m for m in model.modules() if isinstance(m, (nn.Linear, PackedLinear))}
-    least = max((_least_rows_of(linear) for linear in linears.values()), default=1)
-    return next((multiple for multiple in _MULTIPLES if least <= multiple), None)
+    widths = {linear.out_features for linear in linears.values()}
+    for multiple in _MULTIPLES:
+        of_products = (_is_invariant(m, _rows_of(m, _MOST_PRODUCT_ROWS), multiple) for m in linears.values())
+        if all(of_products) and all(_activations_are_invariant(width, multiple) for width in widths):
+            return multiple
+    return None
+
+
+def _has_only_linears(model: nn.Module) -> bool:
+    """Whether all matrices are those of linear layers, which the whole step goes through, and embeddings."""
+    matrices = [m for m in model.modules() if any(p.ndim >= 2 for p in m.parameters(recurse=False))]
+    has_experts = any("expert" in name for name, _ in model.named_modules())
+    return not has_experts and all(isinstance(m, (nn.Linear, nn.Embedding)) for m in matrices)
 
 
 def _signature(linear: nn.Linear | PackedLinear) -> tuple[type[nn.Module], int, int, bool, torch.dtype]:
@@ -38,11 +61,27 @@ def _dtype(linear: nn.Linear | PackedLinear) -> torch.dtype:
     return linear.dtype if isinstance(linear, PackedLinear) else linear.weight.dtype
 
 
-@torch.inference_mode()
-def _least_rows_of(linear: nn.Linear | PackedLinear) -> int:
-    """One more than the largest number of rows whose results differ from those of the largest tried."""
-    rows = torch.randn(_COUNTS[-1], linear.in_features, generator=torch.Generator().manual_seed(0))
-    rows = rows.to(_dtype(linear))
-    expected = linear(rows)
-    different = [n for n in _COUNTS[:-1] if not torch.equal(linear(rows[:n].clone()), expected[:n])]
-    return 1 + max(different, default=0)
+def _rows_of(linear: nn.Linear | PackedLinear, count: int) -> torch.Tensor:
+    return _random_rows(count, linear.in_features).to(_dtype(linear))
+
+
+def _random_rows(count: int, width: int) -> torch.Tensor:
+    return torch.randn(count, width, generator=torch.Generator().manual_seed(0))
+
+
+def _is_invariant(function: Callable[[torch.Tensor], torch.Tensor], rows: torch.Tensor, multiple: int) -> bool:
+    """Whether multiples of the first and of the last rows give what all rows give together."""
+    expected = function(rows)
+    return all(
+        torch.equal(function(rows[part].clone()), expected[part])
+        for n in range(multiple, len(rows), multiple)
+        for part in (slice(n), slice(-n, None))
+    )
+
+
+def _activations_are_invariant(width: int, multiple: int) -> bool:
+    """Over a step's rows of `width`, split among the threads as torch does; nothing follows a vocabulary's width."""
+    if width > _WIDEST:
+        return True
+    rows = _random_rows(_MOST_ACTIVATION_ROWS, width)
+    return all(_is_invariant(activation, rows, multiple) for activation in _ACTIVATIONS)

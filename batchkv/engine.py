@@ -19,7 +19,6 @@ from batchkv.config import DEFAULT_MODEL, EngineConfig, parse_memory_size
 from batchkv.endings import Endings
 from batchkv.errors import RowError, UserError
 from batchkv.executor import Executor, Progress
-from batchkv.heap import return_large_blocks
 from batchkv.job import Jobs, read_job
 from batchkv.job_plan import Plan
 from batchkv.kernels.attention import AttentionBackend
@@ -35,9 +34,9 @@ from batchkv.model_loader import (
     resolve_dtype,
     resolve_model,
 )
-from batchkv.model_runner import ModelRunner, paged_attention_of
+from batchkv.model_runner import ROW_MULTIPLE, ModelRunner, paged_attention_of
 from batchkv.model_support import check_supported
-from batchkv.packed_linear import pack_linears
+from batchkv.packed_linear import is_packed, pack_linears
 from batchkv.parity_probe import check_parity
 from batchkv.preparation import ModelFacts, PreparedJob, prepare
 from batchkv.progress import OnProgress, no_progress
@@ -74,17 +73,15 @@ class Engine:
         tokenizer_name = tokenizer if isinstance(tokenizer, str) else None
         self.config = EngineConfig(model=name, tokenizer=tokenizer_name, **config)
         self.device = _execution_device(self.config.device)
-        is_ours = not isinstance(model, PreTrainedModel)
         if isinstance(model, PreTrainedModel):
             check_supported(model.config, type(model))
             _check_device(model.device)
+            check_parity(model.config, type(model))
             self.model = model
         else:
             self.model = load_model(resolve_model(name), self.config.dtype, self.device)
-            pack_linears(self.model)
-            return_large_blocks()  # not in a process that is another program's, which brings its own model
+            _check_and_pack(self.model)
         self.tokenizer = _tokenizer(model, tokenizer)
-        check_parity(self.model.config, type(self.model), packed=is_ours)
         self._backend = select_attention(self.model.dtype)
         self._row_multiple = row_multiple(self.model) if self._backend.is_batch_invariant else None
         if self.config.deterministic and self._row_multiple is None:
@@ -147,8 +144,12 @@ class Engine:
         return with_summary(table, self._summary(prepared, errors, metrics))
 
     def _summary(self, prepared: PreparedJob, errors: dict[int, RowError], metrics: RunMetrics) -> dict[str, Any]:
-        is_invariant = self._row_multiple is not None
-        return summarize(prepared.plan, errors, metrics, attention=self._backend.name, batch_invariant=is_invariant)
+        how = {
+            "attention": self._backend.name,
+            "packed_weights": is_packed(self.model),
+            "batch_invariant": self._row_multiple is not None,
+        }
+        return summarize(prepared.plan, errors, metrics, how)
 
     def _prepare(
         self,
@@ -193,7 +194,7 @@ class Engine:
             self._backend,
             plan.memory.pool_pages,
             plan.memory.page_size,
-            self._row_multiple or 16,
+            self._row_multiple or ROW_MULTIPLE,
         )
         return Executor(
             plan,
@@ -226,6 +227,20 @@ class Engine:
         return list(self.tokenizer.batch_decode(token_ids, skip_special_tokens=True))
 
 
+def _check_and_pack(model: PreTrainedModel) -> None:
+    """Packs the layers of a model that was loaded, unless its code does not run with them, as where it reads weights.
+
+    Raises:
+        UserError: the model does not run with paged attention either way.
+    """
+    try:
+        check_parity(model.config, type(model), packed=True)
+    except UserError:
+        check_parity(model.config, type(model))
+        return
+    pack_linears(model)
+
+
 def _why_not_deterministic(model: PreTrainedModel, attention: AttentionBackend[Any, Any]) -> str:
     if not attention.is_batch_invariant:
         return (
@@ -233,8 +248,9 @@ def _why_not_deterministic(model: PreTrainedModel, attention: AttentionBackend[A
             "install a C++ compiler and batchkv again, or take --dtype float32"
         )
     return (
-        f"--deterministic: with {type(model).__name__} in {model.dtype} on this machine a row's matrix products depend "
-        "on the other rows of a step: take --dtype float32, or do without"
+        f"--deterministic: with {type(model).__name__} in {model.dtype} and {torch.get_num_threads()} threads on this "
+        "machine a row's bits depend on the other rows of a step: take --dtype float32, or fewer threads "
+        "(OMP_NUM_THREADS=2), or do without"
     )
 
 

@@ -55,13 +55,12 @@ class RunMetrics:
 
 
 def summarize(
-    plan: Plan, errors: Mapping[int, RowError], metrics: RunMetrics, *, attention: str, batch_invariant: bool
+    plan: Plan, errors: Mapping[int, RowError], metrics: RunMetrics, how: Mapping[str, str | bool]
 ) -> dict[str, Any]:
     """The summary of a run. Token counts are of this run alone; `generated_tokens_per_s` leaves loading out.
 
     Args:
-        attention: the implementation that ran.
-        batch_invariant: whether a row's results do not depend, bit for bit, on what else was computed with it.
+        how: what computed it: `attention`, `packed_weights`, `batch_invariant`.
     """
     running_s = metrics.elapsed_s - metrics.load_s
     return {
@@ -82,8 +81,7 @@ def summarize(
         "kv_budget_tokens": plan.memory.budget_tokens,
         "kv_bytes_per_token": plan.memory.bytes_per_token,
         "steps": metrics.steps,
-        "attention": attention,
-        "batch_invariant": batch_invariant,
+        **how,
         "load_s": round(metrics.load_s, 3),
         "read_s": round(metrics.read_s, 3),
         "tokenize_s": round(metrics.tokenize_s, 3),

@@ -16,6 +16,8 @@ from batchkv.kernels.attention import AttentionBackend
 from batchkv.kv_layout import KVLayout
 from batchkv.step import Step
 
+ROW_MULTIPLE = 16
+
 
 class ModelRunner:
     """One ragged forward pass `[1, T]` per step, without padding.
@@ -38,7 +40,7 @@ class ModelRunner:
         backend: AttentionBackend[Any, Any],
         pool_pages: tuple[int, ...],
         page_size: int,
-        row_multiple: int = 16,
+        row_multiple: int = ROW_MULTIPLE,
     ) -> None:
         self._model, self._layout, self._backend = model, layout, backend
         self._device, self._row_multiple = model.device, row_multiple

@@ -14,7 +14,8 @@ from torch import nn
 def pack_linears(model: nn.Module) -> None:
     """Replaces the linear layers of a model on a CPU in place, where oneDNN has products of their dtype.
 
-    The plain weights are dropped with their modules, but for those that an embedding shares.
+    The plain weights are dropped with their modules, but for those that an embedding shares: what is left computes,
+    but cannot be saved or trained.
     """
     for parent in list(model.modules()):
         for name, child in parent.named_children():
@@ -22,6 +23,10 @@ def pack_linears(model: nn.Module) -> None:
                 setattr(parent, name, PackedLinear(child))
     for parameter in model.parameters():
         parameter.data = parameter.data.clone()  # as a view into the loaded file it would keep all of that in memory
+
+
+def is_packed(model: nn.Module) -> bool:
+    return any(isinstance(module, PackedLinear) for module in model.modules())
 
 
 def _can_pack(weight: torch.Tensor) -> bool:
@@ -47,7 +52,7 @@ class PackedLinear(nn.Module):
         self.in_features, self.out_features = linear.in_features, linear.out_features
         self.dtype = linear.weight.dtype
         self.packed = torch.ops.mkldnn._reorder_linear_weight(linear.weight.detach(), None)
-        self.bias = None if linear.bias is None else linear.bias.detach()
+        self.bias = None if linear.bias is None else linear.bias.detach().clone()
 
     @torch.no_grad()
     def forward(self, rows: torch.Tensor) -> torch.Tensor:

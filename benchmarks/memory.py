@@ -17,6 +17,7 @@ import torch
 import typer
 
 from batchkv.engine import Engine
+from batchkv.heap import return_large_blocks
 from batchkv.writer import summary_of
 
 _INTERVAL_S = 0.005
@@ -54,6 +55,7 @@ def main(
     kv_memory: Annotated[str, typer.Option(help="The KV budget.")] = "360MiB",
 ) -> None:
     """Run a job and print what its memory grew by, and what is allowed: the KV budget and twice the job's tokens."""
+    return_large_blocks()  # as `batchkv run` does
     options: dict[str, Any] = {"dtype": dtype, "kv_memory": kv_memory}
     engine = Engine(model, **options)
     engine.run(str(jobs), limit=2)

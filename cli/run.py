@@ -14,6 +14,7 @@ from batchkv.cli import options
 from batchkv.cli.output import ProgressBar, say
 from batchkv.config import DEFAULT_KV_MEMORY, DEFAULT_MODEL
 from batchkv.errors import UserError
+from batchkv.heap import return_large_blocks
 from batchkv.io.write import check_writable, write_table
 
 if TYPE_CHECKING:
@@ -74,6 +75,7 @@ def run(
     from batchkv.engine import Engine  # torch and transformers take seconds
 
     import_s = perf_counter() - started
+    return_large_blocks()
     engine = Engine(
         model,
         tokenizer,

@@ -67,14 +67,17 @@ class _Scoring(ctypes.Structure):
 
 @cache
 def _library() -> ctypes.CDLL | None:
-    """The extension; None if it could not be built or does not load here."""
+    """The extension; None if it could not be built, does not load here, or was built from other sources."""
     spec = importlib.util.find_spec(_LIBRARY)
     if spec is None or spec.origin is None:
         return None
     try:
         # torch is loaded by now, and with it the OpenMP runtime that both use: two would fight for the cores
         library = ctypes.CDLL(spec.origin)
-    except OSError:
+        sizes = library.batchkv_pages_size(), library.batchkv_batch_size()
+    except (OSError, AttributeError):
+        return None
+    if sizes != (ctypes.sizeof(_Pages), ctypes.sizeof(_Batch)):
         return None
     pages, batch = ctypes.POINTER(_Pages), ctypes.POINTER(_Batch)
     library.batchkv_store.argtypes = [pages, batch, _Heads, _Heads]
@@ -178,6 +181,9 @@ class NativeAttention(AttentionBackend[NativeKV, NativeWorkPlan]):
         return NativeWorkPlan(native, arrays)
 
     def store(self, kv: NativeKV, plan: NativeWorkPlan, key_KTD: torch.Tensor, value_KTD: torch.Tensor) -> None:
+        num_kv_heads, key_dim = kv.key_PKDS.shape[1:3]
+        _check_shape("key", key_KTD, (num_kv_heads, plan.batch.num_tokens, key_dim))
+        _check_shape("value", value_KTD, (num_kv_heads, plan.batch.num_tokens, kv.value_dim))
         key_KTD, value_KTD = _readable(key_KTD, kv), _readable(value_KTD, kv)
         self._library.batchkv_store(_pages(kv), plan.batch, _Heads.of(key_KTD), _Heads.of(value_KTD))
 
@@ -193,6 +199,9 @@ class NativeAttention(AttentionBackend[NativeKV, NativeWorkPlan]):
     ) -> torch.Tensor:
         dtype, query_HTD = query_HTD.dtype, _readable(query_HTD, kv)
         num_heads, num_tokens = query_HTD.shape[:2]
+        num_kv_heads, key_dim = kv.key_PKDS.shape[1:3]
+        group = max(1, num_heads // num_kv_heads)
+        _check_shape("query", query_HTD, (group * num_kv_heads, plan.batch.num_tokens, key_dim))
         out_THD = query_HTD.new_empty(num_tokens, num_heads, kv.value_dim)
         sinks_H = None if sinks_H is None else sinks_H.float().contiguous()
         scoring = _Scoring(scale, softcap or 0.0, None if sinks_H is None else sinks_H.data_ptr())
@@ -219,6 +228,12 @@ def _pages(kv: NativeKV) -> _Pages:
         value_dim=kv.value_dim,
         value_stride=kv.value_PKSD.shape[3],
     )
+
+
+def _check_shape(name: str, tensor: torch.Tensor, expected: tuple[int, int, int]) -> None:
+    """The kernel reads what it is told to: a wrong shape must not get there."""
+    if tuple(tensor.shape) != expected:
+        raise ValueError(f"{name} is {tuple(tensor.shape)}, the pages and the plan are for {expected}")
 
 
 def _readable(tensor_HTD: torch.Tensor, kv: NativeKV) -> torch.Tensor:

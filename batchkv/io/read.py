@@ -108,7 +108,8 @@ def _read_file(path: Path) -> JobTable:
 def _read_parquet(path: Path) -> JobTable:
     # Not `pq.read_table`: that adds columns for folders named `key=value`.
     with pq.ParquetFile(path) as file:
-        index = file.schema_arrow.get_field_index(TOKEN_IDS_COLUMN)  # -1 if there are none or two
+        _check_names(file.schema_arrow.names, str(path))
+        index = file.schema_arrow.get_field_index(TOKEN_IDS_COLUMN)  # -1 if there are none
         has_token_ids = index >= 0 and holds_integers(file.schema_arrow.field(index).type)
         return _from_arrow(_read_token_ids(file) if has_token_ids else file.read(), str(path))
 
@@ -142,11 +143,14 @@ def _read_ipc(path: Path) -> JobTable:
 
 
 def _from_arrow(table: pa.Table, source: str) -> JobTable:
-    names = table.column_names
+    _check_names(table.column_names, source)
+    return JobTable(dict(zip(table.column_names, table.columns, strict=True)), table.num_rows, {})
+
+
+def _check_names(names: list[str], source: str) -> None:
     twice = next((name for name in names if names.count(name) > 1), None)
     if twice is not None:
         raise UserError(f"{source} has two columns named {twice!r}: rename one of them")
-    return JobTable(dict(zip(names, table.columns, strict=True)), table.num_rows, {})
 
 
 def _read_json_lines(path: Path) -> JobTable:

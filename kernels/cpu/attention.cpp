@@ -16,7 +16,7 @@ void store(const Pages& pages, const Batch& batch, Heads key, Heads value) {
   const int64_t size = pages.page_size;
   Element* keys = static_cast<Element*>(pages.key);
   Element* values = static_cast<Element*>(pages.value);
-#pragma omp parallel for schedule(static) if (batch.num_tokens * pages.kv_heads * pages.key_dim >= kWorthThreads)
+#pragma omp parallel for schedule(static) if (16 * batch.num_tokens * pages.kv_heads * pages.key_dim >= kWorthThreads)
   for (int64_t task = 0; task < batch.num_tokens * pages.kv_heads; task++) {
     const int64_t token = task / pages.kv_heads, head = task % pages.kv_heads;
     const int64_t page = batch.slots[token] / size * pages.kv_heads + head, offset = batch.slots[token] % size;
@@ -50,7 +50,7 @@ extern "C" void batchkv_store(const Pages* pages, const Batch* batch, Heads key,
 extern "C" void batchkv_attend(InstructionSet instruction_set, const Pages* pages, const Batch* batch,
                                int32_t query_heads, Heads query, Heads out, Scoring scoring) {
   switch (instruction_set) {
-#if defined(__x86_64__)
+#ifdef BATCHKV_X86
     case kAvx512:
       return avx512::attend_pages(*pages, *batch, query_heads, query, out, scoring);
     case kAvx2:
@@ -61,8 +61,11 @@ extern "C" void batchkv_attend(InstructionSet instruction_set, const Pages* page
   }
 }
 
+extern "C" int32_t batchkv_pages_size() { return sizeof(Pages); }
+extern "C" int32_t batchkv_batch_size() { return sizeof(Batch); }
+
 extern "C" bool batchkv_supports(InstructionSet instruction_set) {
-#if defined(__x86_64__)
+#ifdef BATCHKV_X86
   __builtin_cpu_init();
   switch (instruction_set) {
     case kAvx512:

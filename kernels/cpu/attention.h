@@ -62,6 +62,10 @@ void batchkv_store(const Pages* pages, const Batch* batch, Heads key, Heads valu
 void batchkv_attend(InstructionSet instruction_set, const Pages* pages, const Batch* batch, int32_t query_heads,
                     Heads query, Heads out, Scoring scoring);
 
+// sizeof(Pages) and sizeof(Batch): a caller that was written for others must not go on.
+int32_t batchkv_pages_size();
+int32_t batchkv_batch_size();
+
 // Whether the processor has these instructions.
 bool batchkv_supports(InstructionSet instruction_set);
 }

@@ -1,7 +1,7 @@
 // The kernel for x86 with AVX2 and FMA.
 #include "isa.h"
 
-#if defined(__x86_64__)
+#ifdef BATCHKV_X86
 #pragma GCC target("avx2,fma")
 #define ISA avx2
 #define VECTOR_FLOATS 8

@@ -1,7 +1,7 @@
 // The kernel for x86 with AVX-512.
 #include "isa.h"
 
-#if defined(__x86_64__)
+#ifdef BATCHKV_X86
 #pragma GCC target("avx512f,avx512bw,avx512vl,avx512dq,avx2,fma,prefer-vector-width=512")
 #define ISA avx512
 #define VECTOR_FLOATS 16

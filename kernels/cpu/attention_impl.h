@@ -40,7 +40,7 @@ inline void from_float(float value, uint16_t* out) {  // to nearest, ties to eve
 inline Vec exp_nonpositive(Vec x) {
   const Vec round = all(12582912.0f);  // 1.5 * 2^23: adding it leaves the integer in the low bits
   const VecInt is_zero = x < -87.0f;
-  x = x > -87.0f ? x : all(-87.0f);
+  x = x < -87.0f ? all(-87.0f) : x;  // NaN stays
   Vec n = (x * 1.44269504088896341f + round) - round;
   Vec r = x - n * 0.693359375f;
   r = r + n * 2.12194440e-4f;
@@ -128,6 +128,8 @@ struct Scratch {
     for (int64_t i = 0; i < rows * pages.value_stride; i++) out[i] = 0;
     for (int64_t i = 0; i < rows; i++) max[i] = -INFINITY, sum[i] = 0;
   }
+
+  ~Scratch() { std::free(memory_); }
 
  private:
   float* memory_ = nullptr;
@@ -321,7 +323,10 @@ template <typename Element>
 void attend(const Pages& pages, const Batch& batch, int query_heads, Heads query, Heads out, const Scoring& scoring) {
   const int group = query_heads / pages.kv_heads;
   const int64_t most = std::max(1, kTileRows / group);
-  const bool is_large = batch.num_tokens * query_heads * pages.key_dim >= kWorthThreads;
+  int64_t keys = 0;
+  for (int64_t t = 0; t < batch.num_tokens; t++)
+    keys += batch.window ? std::min(batch.position[t] + 1, batch.window) : batch.position[t] + 1;
+  const bool is_large = keys * query_heads * pages.key_dim >= kWorthThreads;
   std::atomic<int64_t> next{0};
 #pragma omp parallel if (is_large)
   {
@@ -332,8 +337,9 @@ void attend(const Pages& pages, const Batch& batch, int query_heads, Heads query
     const int64_t threads = 1;
 #endif
     // Tiles may have any size: small enough for all threads to have some, large enough to share.
-    const int64_t even = batch.num_tokens * pages.kv_heads / (4 * threads);
-    const int64_t tile = std::clamp<int64_t>(even, std::min<int64_t>(8, most), most);
+    const int64_t work = batch.num_tokens * pages.kv_heads;
+    const int64_t least = work < 8 * threads ? 1 : std::min<int64_t>(8, most);
+    const int64_t tile = std::clamp<int64_t>(work / (4 * threads), least, most);
     const int64_t tiles = (batch.num_tokens + tile - 1) / tile;
     for (int64_t task; (task = next++) < tiles * pages.kv_heads;) {
       const int64_t first = task / pages.kv_heads * tile;

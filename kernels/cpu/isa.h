@@ -14,4 +14,9 @@
 
 #include "attention.h"
 
-constexpr int64_t kWorthThreads = 4096;  // elements of a step below which waking other threads takes longer than the work
+// Only GCC takes the instruction set of a function from a pragma; other compilers build the portable kernel.
+#if defined(__x86_64__) && defined(__GNUC__) && !defined(__clang__)
+#define BATCHKV_X86
+#endif
+
+constexpr int64_t kWorthThreads = 1 << 16;  // multiplications below which waking other threads takes longer than the work

@@ -50,6 +50,7 @@ class Case:
     group: int
     num_kv_heads: int
     head_dim: int
+    value_dim: int
     softcap: float | None
     sinks: bool
     dtype: torch.dtype
@@ -71,11 +72,12 @@ def cases(draw: st.DrawFn, max_nodes: int = 14) -> Case:
         nodes[-1] = Node(nodes[-1].parent, nodes[-1].cached, 1)
     return Case(
         nodes=tuple(nodes),
-        page_size=draw(st.sampled_from([1, 3, 4, 16])),
+        page_size=draw(st.sampled_from([1, 3, 4, 16, 32, 48])),
         window=draw(st.sampled_from([None, None, 1, 5, 17])),
         group=draw(st.sampled_from([1, 2, 3, 8])),
         num_kv_heads=draw(st.sampled_from([1, 2])),
         head_dim=draw(st.sampled_from([8, 20])),
+        value_dim=draw(st.sampled_from([8, 20])),
         softcap=draw(st.sampled_from([None, 2.0])),
         sinks=draw(st.booleans()),
         dtype=draw(st.sampled_from([torch.float32, torch.float32, torch.bfloat16])),
@@ -96,7 +98,7 @@ class Trie:
             case.page_size,
             case.num_kv_heads,
             case.head_dim,
-            case.head_dim,
+            case.value_dim,
             case.dtype,
             torch.device("cpu"),
         )
@@ -108,17 +110,20 @@ class Trie:
         self.values: dict[int, torch.Tensor] = {}
 
     def random(self, *shape: int) -> torch.Tensor:
-        return torch.randn(*shape, generator=self.generator).to(self.case.dtype)
+        """Heads lie side by side in memory, [T, H, D], as a model's projections leave them."""
+        values = torch.randn(*shape, generator=self.generator).to(self.case.dtype)
+        return values.transpose(0, 1).contiguous().transpose(0, 1) if len(shape) == 3 else values
 
     def begin(self, node: int) -> None:
         """Forks the node from what its parent has by now."""
         parent = self.case.nodes[node].parent
-        empty = torch.zeros(self.case.num_kv_heads, 0, self.case.head_dim, dtype=self.case.dtype)
+        empty_key = torch.zeros(self.case.num_kv_heads, 0, self.case.head_dim, dtype=self.case.dtype)
+        empty_value = torch.zeros(self.case.num_kv_heads, 0, self.case.value_dim, dtype=self.case.dtype)
         if parent >= 0 and parent not in self.handles:
             self.begin(parent)
         self.handles[node] = self.cache.create() if parent < 0 else self.cache.fork(self.handles[parent])
-        self.keys[node] = empty if parent < 0 else self.keys[parent]
-        self.values[node] = empty if parent < 0 else self.values[parent]
+        self.keys[node] = empty_key if parent < 0 else self.keys[parent]
+        self.values[node] = empty_value if parent < 0 else self.values[parent]
 
     def store(self, rows: list[tuple[int, int]]) -> tuple[AttentionBatch, Any]:
         """Appends `count` tokens to each (node, count), parents first, and stores their keys and values."""
@@ -128,7 +133,7 @@ class Trie:
                 self.begin(node)
             parts.append(self.cache.append(np.array([self.handles[node]]), np.array([count])))
             keys.append(self.random(case.num_kv_heads, count, case.head_dim))
-            values.append(self.random(case.num_kv_heads, count, case.head_dim))
+            values.append(self.random(case.num_kv_heads, count, case.value_dim))
             self.keys[node] = torch.cat([self.keys[node], keys[-1]], dim=1)
             self.values[node] = torch.cat([self.values[node], values[-1]], dim=1)
         handles = np.array([self.handles[node] for node, _ in rows])
@@ -217,6 +222,7 @@ def decode_case(num_rows: int, **overrides: Any) -> Case:
             "group": 3,
             "num_kv_heads": 2,
             "head_dim": 16,
+            "value_dim": 16,
             "softcap": None,
             "sinks": False,
             "dtype": torch.float32,
@@ -241,7 +247,7 @@ def test_agrees_on_a_long_prompt_chunk_and_its_leaves_in_one_step(
     make_backend: Callable[[], AttentionBackend[Any, Any]],
 ) -> None:
     leaves = tuple(Node(1, 0, 24) for _ in range(21))
-    case = Case((Node(-1, 600, 0), Node(0, 0, 300), *leaves), 16, None, 3, 2, 16, None, False, torch.float32, 1)
+    case = Case((Node(-1, 600, 0), Node(0, 0, 300), *leaves), 16, None, 3, 2, 16, 16, None, False, torch.float32, 1)
     out, expected = run(case, make_backend())
     assert torch.allclose(out.double(), expected, atol=1e-5, rtol=1e-5)
 
@@ -269,7 +275,7 @@ def test_a_shared_prefix_is_read_once_for_all_rows_below_it() -> None:
 @pytest.mark.parametrize("make_backend", BACKENDS)
 def test_a_fork_does_not_write_to_its_parents_page(make_backend: Callable[[], AttentionBackend[Any, Any]]) -> None:
     """Two children of a partly filled page in one step; then their parent goes on."""
-    case = Case((Node(-1, 6, 0), Node(0, 0, 3), Node(0, 0, 3)), 4, None, 1, 1, 8, None, False, torch.float32, 2)
+    case = Case((Node(-1, 6, 0), Node(0, 0, 3), Node(0, 0, 3)), 4, None, 1, 1, 8, 8, None, False, torch.float32, 2)
     trie = Trie(case, make_backend())
     trie.store([(0, 6)])
     for rows in ([(1, 3), (2, 3)], [(0, 2)], [(0, 1), (1, 1), (2, 1)]):
@@ -309,3 +315,18 @@ def test_native_attention_gives_a_token_the_same_bits_alone_as_in_company(
                 slots=batch.slots[token : token + 1],
             )
             assert torch.equal(attend(backend.plan(alone), query_HTD[:, token : token + 1])[0], together[token])
+
+
+@pytest.mark.parametrize("make_backend", BACKENDS)
+def test_a_query_that_is_not_a_number_shows_in_its_own_result_alone(
+    make_backend: Callable[[], AttentionBackend[Any, Any]],
+) -> None:
+    """A model that computes NaN must not look as if all were well, and other rows must not suffer."""
+    trie = Trie(decode_case(4), make_backend())
+    trie.store([(node, trie.case.nodes[node].cached) for node in depth_first(trie.case.nodes)])
+    batch, plan = trie.store([(node, 1) for node in range(2, 6)])
+    query_HTD = trie.random(6, batch.num_tokens, 16)
+    query_HTD[:, 2] = math.nan
+    out = trie.backend.attend(trie.pages, plan, query_HTD, scale=0.3)
+    assert out[2].isnan().all()
+    assert out[[0, 1, 3]].isfinite().all()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -9,6 +10,7 @@ import pyarrow as pa
 import pytest
 import torch
 from torch import nn
+from transformers.pytorch_utils import Conv1D
 
 from batchkv.batch_invariance import row_multiple
 from batchkv.engine import Engine
@@ -16,7 +18,7 @@ from batchkv.errors import UserError
 from batchkv.kernels.native_cpu import is_covered
 from batchkv.sampling_params import SamplingParams
 from batchkv.writer import summary_of
-from tests.tiny_models import FAMILIES, VOCAB_SIZE
+from tests.tiny_models import FAMILIES, VOCAB_SIZE, save_tiny
 
 needs_native = pytest.mark.skipif(not is_covered(torch.float32), reason="the native kernel was not built")
 
@@ -36,9 +38,12 @@ def results(engine: Engine, table: pa.Table) -> list[tuple[Any, ...]]:
 
 
 @needs_native
-@pytest.mark.parametrize("family", ["llama", "gemma2", "phi3"])
-def test_tokens_and_logprobs_do_not_depend_on_what_runs_together(family: str) -> None:
-    model = FAMILIES[family]()
+@pytest.mark.parametrize(
+    ("family", "is_loaded"), [("llama", False), ("gemma2", False), ("phi3", False), ("llama", True), ("qwen2", True)]
+)
+def test_tokens_and_logprobs_do_not_depend_on_what_runs_together(family: str, is_loaded: bool, tmp_path: Path) -> None:
+    live = FAMILIES[family]()
+    model = save_tiny(live, tmp_path) if is_loaded else live  # a loaded model has packed layers
     table = jobs()
     engine = Engine(model, deterministic=True)
     expected = results(engine, table)
@@ -52,6 +57,7 @@ def test_tokens_and_logprobs_do_not_depend_on_what_runs_together(family: str) ->
         {"max_batch_tokens": 37},
         {"no_prefix_sharing": True},
         {"page_size": 4},
+        {"kv_memory": 300 * engine.layout.bytes_per_token},
     ]
     for variant in variants:
         assert results(Engine(model, **variant), table) == expected, variant
@@ -72,6 +78,24 @@ def test_steps_are_filled_up_to_where_products_stop_depending_on_the_rows(thresh
     linear = RoundsBelow(64, 64)
     linear.threshold = threshold
     assert row_multiple(nn.Sequential(linear)) == expected
+
+
+def test_activations_that_depend_on_how_threads_share_them_are_noticed() -> None:
+    """With four threads this width ends shares in the middle of a vector, if this build of torch minds that."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(4)
+    try:
+        rows = torch.randn(512, 1024)
+        expected = nn.functional.silu(rows)
+        is_same = all(torch.equal(nn.functional.silu(rows[:n].clone()), expected[:n]) for n in range(16, 512, 16))
+        found = row_multiple(nn.Sequential(nn.Linear(64, 1024)))
+    finally:
+        torch.set_num_threads(threads)
+    assert is_same or found is None
+
+
+def test_products_that_are_not_linear_layers_are_not_taken_for_invariant() -> None:
+    assert row_multiple(nn.Sequential(nn.Linear(32, 32), Conv1D(32, 32))) is None
 
 
 def test_mixtures_of_experts_are_not_batch_invariant() -> None:

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from torch import nn
+from transformers import LlamaForCausalLM
 
 from batchkv.engine import Engine
-from batchkv.packed_linear import PackedLinear, pack_linears
+from batchkv.packed_linear import PackedLinear, is_packed, pack_linears
 from tests.tiny_models import FAMILIES, save_tiny
 
 needs_onednn = pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="torch without oneDNN")
@@ -47,3 +49,25 @@ def test_a_live_module_is_not_packed_and_a_loaded_one_is(tmp_path: Path) -> None
     loaded = Engine(save_tiny(live, tmp_path)).model
     assert isinstance(loaded.lm_head, PackedLinear)
     assert not any(type(module) is nn.Linear for module in loaded.modules())
+
+
+@needs_onednn
+@pytest.mark.skipif(not Path("/proc/self/maps").exists(), reason="shows what is mapped on Linux only")
+def test_the_checkpoint_does_not_stay_in_memory_beside_the_packed_layers(tmp_path: Path) -> None:
+    """Qwen2 has biases, which could keep the file mapped as well as the embedding could."""
+    engine = Engine(save_tiny(FAMILIES["qwen2"](), tmp_path))
+    assert isinstance(engine.model.lm_head, PackedLinear)
+    assert str(tmp_path) not in Path("/proc/self/maps").read_text()
+
+
+@needs_onednn
+def test_a_model_whose_code_reads_weights_runs_unpacked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    plain = LlamaForCausalLM.forward
+
+    def forward(self: LlamaForCausalLM, *args: Any, **kwargs: Any) -> Any:
+        assert self.lm_head.weight.dtype == torch.float32
+        return plain(self, *args, **kwargs)
+
+    folder = save_tiny(FAMILIES["llama"](), tmp_path)
+    monkeypatch.setattr(LlamaForCausalLM, "forward", forward)
+    assert not is_packed(Engine(folder).model)
