@@ -144,7 +144,7 @@ class Engine:
         return with_summary(table, self._summary(prepared, errors, metrics))
 
     def _summary(self, prepared: PreparedJob, errors: dict[int, RowError], metrics: RunMetrics) -> dict[str, Any]:
-        how = {
+        how: dict[str, str | bool] = {
             "attention": self._backend.name,
             "packed_weights": is_packed(self.model),
             "batch_invariant": self._row_multiple is not None,

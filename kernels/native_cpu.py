@@ -160,11 +160,11 @@ class NativeAttention(AttentionBackend[NativeKV, NativeWorkPlan]):
         token_row = np.repeat(rows, np.diff(batch.cu_seqlens_q))
         position = batch.query_positions.astype(np.int32)
         slots = np.ascontiguousarray(batch.slots, np.int64)
-        copies = [
+        copies: list[np.ndarray[Any, Any]] = [
             np.concatenate([np.zeros(0, np.int32), *(getattr(part, name) for part in batch.copies)], dtype=np.int32)
             for name in ("src", "dst", "num_slots")
         ]
-        arrays = (table, token_row, position, slots, *copies)
+        arrays: tuple[np.ndarray[Any, Any], ...] = (table, token_row, position, slots, *copies)
         native = _Batch(
             num_tokens=len(position),
             table_width=table.shape[1],
