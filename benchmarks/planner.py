@@ -46,7 +46,8 @@ TICKETS = Path(__file__).resolve().parents[1] / "data" / "tickets.parquet"
 WORDS_PER_TEXT = (30, 90)
 TEXTS_AT_ONCE = 20_000
 
-P, T = ParamSpec("P"), TypeVar("T")
+P = ParamSpec("P")
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
