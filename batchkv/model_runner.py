@@ -45,15 +45,7 @@ class ModelRunner:
         self._model, self._layout, self._backend = model, layout, backend
         self._device, self._row_multiple = model.device, row_multiple
         self._pages = tuple(
-            backend.allocate(
-                pool_pages[group],
-                page_size,
-                spec.num_kv_heads,
-                spec.key_dim,
-                spec.value_dim,
-                model.dtype,
-                model.device,
-            )
+            backend.allocate(pool_pages[group], page_size, spec, model.dtype, model.device)
             for spec, group in zip(layout.layers, layout.layer_group, strict=True)
         )
 

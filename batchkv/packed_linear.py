@@ -21,8 +21,9 @@ def pack_linears(model: nn.Module) -> None:
         for name, child in parent.named_children():
             if type(child) is nn.Linear and _can_pack(child.weight):
                 setattr(parent, name, PackedLinear(child))
-    for parameter in model.parameters():
-        parameter.data = parameter.data.clone()  # as a view into the loaded file it would keep all of that in memory
+    if is_packed(model):
+        for parameter in model.parameters():
+            parameter.data = parameter.data.clone()  # a view into the loaded file would keep all of it in memory
 
 
 def is_packed(model: nn.Module) -> bool:

@@ -18,6 +18,7 @@ from batchkv.heap import return_large_blocks
 from batchkv.io.write import check_writable, write_table
 
 if TYPE_CHECKING:
+    from batchkv.engine import Engine
     from batchkv.executor import Progress
     from batchkv.preparation import PreparedJob
 
@@ -71,12 +72,7 @@ def run(
         stop=tuple(stop or ()),
         logprobs=logprobs,
     )
-    started = perf_counter()
-    from batchkv.engine import Engine  # torch and transformers take seconds
-
-    import_s = perf_counter() - started
-    return_large_blocks()
-    engine = Engine(
+    engine, import_s = _load_engine(
         model,
         tokenizer,
         dtype=dtype,
@@ -100,7 +96,22 @@ def run(
         write_summary(totals, summary)
     if not quiet:
         say(describe(totals, out))
-    if totals["errors"] and not allow_row_errors:
+    if not allow_row_errors:
+        _exit_if_errors(totals, out)
+
+
+def _load_engine(model: str, tokenizer: str | None, **config: Any) -> tuple[Engine, float]:
+    """The engine, and the seconds that importing it took."""
+    started = perf_counter()
+    from batchkv.engine import Engine  # torch and transformers take seconds
+
+    import_s = perf_counter() - started
+    return_large_blocks()
+    return Engine(model, tokenizer, **config), import_s
+
+
+def _exit_if_errors(totals: dict[str, Any], out: Path) -> None:
+    if totals["errors"]:
         print(
             f"batchkv: {totals['errors']:,} of {totals['rows']:,} rows have errors: see error_code and error in {out} "
             "(exit code 3; 0 with --allow-row-errors)",

@@ -15,6 +15,7 @@ import numpy.typing as npt
 import torch
 
 from batchkv.kv_cache import PageCopies
+from batchkv.kv_layout import LayerSpec
 from batchkv.step import AttentionBatch
 
 KV = TypeVar("KV")
@@ -29,16 +30,7 @@ class AttentionBackend(ABC, Generic[KV, WorkPlan]):
     """Whether a token's result is bitwise the same whatever else is in the step."""
 
     @abstractmethod
-    def allocate(
-        self,
-        num_pages: int,
-        page_size: int,
-        num_kv_heads: int,
-        key_dim: int,
-        value_dim: int,
-        dtype: torch.dtype,
-        device: torch.device,
-    ) -> KV:
+    def allocate(self, num_pages: int, page_size: int, spec: LayerSpec, dtype: torch.dtype, device: torch.device) -> KV:
         """The pages of one layer."""
 
     @abstractmethod

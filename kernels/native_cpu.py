@@ -16,6 +16,7 @@ import numpy as np
 import torch
 
 from batchkv.kernels.attention import AttentionBackend
+from batchkv.kv_layout import LayerSpec
 from batchkv.step import AttentionBatch
 
 _LIBRARY = "batchkv.kernels._cpu_attention"
@@ -100,11 +101,14 @@ def instruction_sets() -> list[str]:
 
 @dataclass(frozen=True, slots=True)
 class NativeKV:
-    """Pages of one layer: key [pages, K, D, page_size], value [pages, K, page_size, value dim rounded up to 16]."""
+    """Pages of one layer: key [pages, K, D, page_size], value [pages, K, page_size, value dim rounded up to 16].
+
+    `pages` is how the kernel sees them: where the tensors lie, and their shapes.
+    """
 
     key_PKDS: torch.Tensor
     value_PKSD: torch.Tensor
-    value_dim: int
+    pages: _Pages
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,23 +140,25 @@ class NativeAttention(AttentionBackend[NativeKV, NativeWorkPlan]):
         self.name = f"native ({name})"
 
     def allocate(
-        self,
-        num_pages: int,
-        page_size: int,
-        num_kv_heads: int,
-        key_dim: int,
-        value_dim: int,
-        dtype: torch.dtype,
-        device: torch.device,
+        self, num_pages: int, page_size: int, spec: LayerSpec, dtype: torch.dtype, device: torch.device
     ) -> NativeKV:
         if dtype not in _DTYPES:
             raise ValueError(f"the native kernel has no {dtype}")
-        padded = -(-value_dim // _LANES) * _LANES
-        return NativeKV(  # not filled: a page costs memory when it is first written
-            torch.empty(num_pages, num_kv_heads, key_dim, page_size, dtype=dtype, device=device),
-            torch.empty(num_pages, num_kv_heads, page_size, padded, dtype=dtype, device=device),
-            value_dim,
+        value_stride = -(-spec.value_dim // _LANES) * _LANES
+        heads = (num_pages, spec.num_kv_heads)  # not filled: a page costs memory when it is first written
+        key_PKDS = torch.empty(*heads, spec.key_dim, page_size, dtype=dtype, device=device)
+        value_PKSD = torch.empty(*heads, page_size, value_stride, dtype=dtype, device=device)
+        pages = _Pages(
+            key=key_PKDS.data_ptr(),
+            value=value_PKSD.data_ptr(),
+            dtype=_DTYPES[dtype],
+            page_size=page_size,
+            kv_heads=spec.num_kv_heads,
+            key_dim=spec.key_dim,
+            value_dim=spec.value_dim,
+            value_stride=value_stride,
         )
+        return NativeKV(key_PKDS, value_PKSD, pages)
 
     def plan(self, batch: AttentionBatch) -> NativeWorkPlan:
         rows = np.arange(len(batch.kv_lens), dtype=np.int32)
@@ -181,11 +187,11 @@ class NativeAttention(AttentionBackend[NativeKV, NativeWorkPlan]):
         return NativeWorkPlan(native, arrays)
 
     def store(self, kv: NativeKV, plan: NativeWorkPlan, key_KTD: torch.Tensor, value_KTD: torch.Tensor) -> None:
-        num_kv_heads, key_dim = kv.key_PKDS.shape[1:3]
-        _check_shape("key", key_KTD, (num_kv_heads, plan.batch.num_tokens, key_dim))
-        _check_shape("value", value_KTD, (num_kv_heads, plan.batch.num_tokens, kv.value_dim))
+        pages, num_tokens = kv.pages, plan.batch.num_tokens
+        _check_shape("key", key_KTD, (pages.kv_heads, num_tokens, pages.key_dim))
+        _check_shape("value", value_KTD, (pages.kv_heads, num_tokens, pages.value_dim))
         key_KTD, value_KTD = _readable(key_KTD, kv), _readable(value_KTD, kv)
-        self._library.batchkv_store(_pages(kv), plan.batch, _Heads.of(key_KTD), _Heads.of(value_KTD))
+        self._library.batchkv_store(pages, plan.batch, _Heads.of(key_KTD), _Heads.of(value_KTD))
 
     def attend(
         self,
@@ -198,16 +204,15 @@ class NativeAttention(AttentionBackend[NativeKV, NativeWorkPlan]):
         sinks_H: torch.Tensor | None = None,
     ) -> torch.Tensor:
         dtype, query_HTD = query_HTD.dtype, _readable(query_HTD, kv)
-        num_heads, num_tokens = query_HTD.shape[:2]
-        num_kv_heads, key_dim = kv.key_PKDS.shape[1:3]
-        group = max(1, num_heads // num_kv_heads)
-        _check_shape("query", query_HTD, (group * num_kv_heads, plan.batch.num_tokens, key_dim))
-        out_THD = query_HTD.new_empty(num_tokens, num_heads, kv.value_dim)
+        pages, num_heads, num_tokens = kv.pages, len(query_HTD), plan.batch.num_tokens
+        group = max(1, num_heads // pages.kv_heads)
+        _check_shape("query", query_HTD, (group * pages.kv_heads, num_tokens, pages.key_dim))
+        out_THD = query_HTD.new_empty(num_tokens, num_heads, pages.value_dim)
         sinks_H = None if sinks_H is None else sinks_H.float().contiguous()
         scoring = _Scoring(scale, softcap or 0.0, None if sinks_H is None else sinks_H.data_ptr())
         self._library.batchkv_attend(
             self._instruction_set,
-            _pages(kv),
+            pages,
             plan.batch,
             num_heads,
             _Heads.of(query_HTD),
@@ -215,19 +220,6 @@ class NativeAttention(AttentionBackend[NativeKV, NativeWorkPlan]):
             scoring,
         )
         return out_THD.to(dtype)
-
-
-def _pages(kv: NativeKV) -> _Pages:
-    return _Pages(
-        key=kv.key_PKDS.data_ptr(),
-        value=kv.value_PKSD.data_ptr(),
-        dtype=_DTYPES[kv.key_PKDS.dtype],
-        page_size=kv.key_PKDS.shape[3],
-        kv_heads=kv.key_PKDS.shape[1],
-        key_dim=kv.key_PKDS.shape[2],
-        value_dim=kv.value_dim,
-        value_stride=kv.value_PKSD.shape[3],
-    )
 
 
 def _check_shape(name: str, tensor: torch.Tensor, expected: tuple[int, int, int]) -> None:

@@ -9,6 +9,7 @@ import numpy as np
 import torch
 
 from batchkv.kernels.attention import AttentionBackend, copied_slots
+from batchkv.kv_layout import LayerSpec
 from batchkv.step import AttentionBatch
 
 
@@ -25,19 +26,12 @@ class ReferenceAttention(AttentionBackend[ReferenceKV, AttentionBatch]):
     is_batch_invariant = False
 
     def allocate(
-        self,
-        num_pages: int,
-        page_size: int,
-        num_kv_heads: int,
-        key_dim: int,
-        value_dim: int,
-        dtype: torch.dtype,
-        device: torch.device,
+        self, num_pages: int, page_size: int, spec: LayerSpec, dtype: torch.dtype, device: torch.device
     ) -> ReferenceKV:
         slots = num_pages * page_size
         return ReferenceKV(
-            torch.zeros(slots, num_kv_heads, key_dim, dtype=dtype, device=device),
-            torch.zeros(slots, num_kv_heads, value_dim, dtype=dtype, device=device),
+            torch.zeros(slots, spec.num_kv_heads, spec.key_dim, dtype=dtype, device=device),
+            torch.zeros(slots, spec.num_kv_heads, spec.value_dim, dtype=dtype, device=device),
         )
 
     def plan(self, batch: AttentionBatch) -> AttentionBatch:

@@ -21,6 +21,7 @@ import torch
 from batchkv.kernels.attention import AttentionBackend, copied_slots
 from batchkv.kernels.merge_states import MergePlan, merge_states, plan_merge
 from batchkv.kernels.shared_segments import SharedSegments, find_shared_segments
+from batchkv.kv_layout import LayerSpec
 from batchkv.step import AttentionBatch
 
 KEYS_PER_TILE = 512
@@ -131,19 +132,12 @@ class TorchAttention(AttentionBackend[TorchKV, TorchWorkPlan]):
     is_batch_invariant = False
 
     def allocate(
-        self,
-        num_pages: int,
-        page_size: int,
-        num_kv_heads: int,
-        key_dim: int,
-        value_dim: int,
-        dtype: torch.dtype,
-        device: torch.device,
+        self, num_pages: int, page_size: int, spec: LayerSpec, dtype: torch.dtype, device: torch.device
     ) -> TorchKV:
-        shape = (num_kv_heads, num_pages, page_size)
+        shape = (spec.num_kv_heads, num_pages, page_size)
         return TorchKV(  # not filled: a page costs memory when it is first written
-            torch.empty(*shape, key_dim, dtype=dtype, device=device),
-            torch.empty(*shape, value_dim, dtype=dtype, device=device),
+            torch.empty(*shape, spec.key_dim, dtype=dtype, device=device),
+            torch.empty(*shape, spec.value_dim, dtype=dtype, device=device),
         )
 
     def plan(self, batch: AttentionBatch) -> TorchWorkPlan:

@@ -20,6 +20,7 @@ from batchkv.kernels.native_cpu import NativeAttention, instruction_sets
 from batchkv.kernels.reference import ReferenceAttention
 from batchkv.kernels.torch_cpu import TorchAttention
 from batchkv.kv_cache import KVCache
+from batchkv.kv_layout import LayerSpec
 from batchkv.step import AttentionBatch
 
 
@@ -93,15 +94,8 @@ class Trie:
         self.generator = torch.Generator().manual_seed(case.seed)
         num_pages = sum((node.cached + node.chunk) // case.page_size + 2 for node in case.nodes) + 4
         self.cache = KVCache((num_pages,), (case.window,), case.page_size)
-        self.pages = backend.allocate(
-            num_pages,
-            case.page_size,
-            case.num_kv_heads,
-            case.head_dim,
-            case.value_dim,
-            case.dtype,
-            torch.device("cpu"),
-        )
+        spec = LayerSpec(case.num_kv_heads, case.head_dim, case.value_dim, case.window)
+        self.pages = backend.allocate(num_pages, case.page_size, spec, case.dtype, torch.device("cpu"))
         for pool in (getattr(self.pages, name) for name in self.pages.__slots__):
             if isinstance(pool, torch.Tensor):
                 pool.fill_(math.nan)  # whatever was not stored must not matter
