@@ -16,9 +16,10 @@ SLIDING_ATTENTION = "sliding_attention"
 
 @dataclass(frozen=True, slots=True)
 class LayerSpec:
-    """The keys and values that one attention layer keeps.
+    """The keys and values that one attention layer keeps, and who reads them.
 
     Attributes:
+        num_heads: query heads.
         num_kv_heads: key/value heads (fewer than query heads under grouped-query attention).
         key_dim: elements of one head's key.
         value_dim: elements of one head's value.
@@ -26,6 +27,7 @@ class LayerSpec:
             None is full attention.
     """
 
+    num_heads: int
     num_kv_heads: int
     key_dim: int
     value_dim: int
@@ -87,7 +89,7 @@ def layer_specs(config: PretrainedConfig) -> tuple[LayerSpec, ...]:
     num_heads: int = config.num_attention_heads
     num_kv_heads: int = getattr(config, "num_key_value_heads", None) or num_heads
     head_dim: int = getattr(config, "head_dim", None) or config.hidden_size // num_heads
-    return tuple(LayerSpec(num_kv_heads, head_dim, head_dim, window) for window in _layer_windows(config))
+    return tuple(LayerSpec(num_heads, num_kv_heads, head_dim, head_dim, window) for window in _layer_windows(config))
 
 
 def _layer_windows(config: PretrainedConfig) -> list[int | None]:

@@ -51,12 +51,13 @@ class ModelRunner:
 
     def forward(self, step: Step) -> torch.Tensor:
         """Logits [L, V] of `step.logits_tokens`, in the model's dtype."""
-        plans = [self._backend.plan(batch) for batch in step.attention]
+        group_of = dict(zip(self._layout.layers, self._layout.layer_group, strict=True))
+        plans = {spec: self._backend.plan(step.attention[group], spec) for spec, group in group_of.items()}
         attention = StepAttention(
             backend=self._backend,
             specs=self._layout.layers,
             pages=self._pages,
-            plans=tuple(plans[group] for group in self._layout.layer_group),
+            plans=tuple(plans[spec] for spec in self._layout.layers),
             num_tokens=step.num_tokens,
         )
         with torch.inference_mode():

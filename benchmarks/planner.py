@@ -41,7 +41,7 @@ LEVEL_ENDS = (192, 320, 416, PROMPT_TOKENS)  # where the nodes of each depth end
 ZIPF = 1.3
 VOCAB_SIZE = 49_152
 # SmolLM2-135M in two bytes
-FACTS = ModelFacts(KVLayout(tuple(LayerSpec(3, 64, 64, None) for _ in range(30)), 2), VOCAB_SIZE, 8192)
+FACTS = ModelFacts(KVLayout(tuple(LayerSpec(9, 3, 64, 64, None) for _ in range(30)), 2), VOCAB_SIZE, 8192)
 TICKETS = Path(__file__).resolve().parents[1] / "data" / "tickets.parquet"
 WORDS_PER_TEXT = (30, 90)
 TEXTS_AT_ONCE = 20_000

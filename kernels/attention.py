@@ -34,8 +34,8 @@ class AttentionBackend(ABC, Generic[KV, WorkPlan]):
         """The pages of one layer."""
 
     @abstractmethod
-    def plan(self, batch: AttentionBatch) -> WorkPlan:
-        """Work shared by all layers of the group in this step."""
+    def plan(self, batch: AttentionBatch, spec: LayerSpec) -> WorkPlan:
+        """Work shared by all layers of this kind in this step."""
 
     @abstractmethod
     def store(self, kv: KV, plan: WorkPlan, key_KTD: torch.Tensor, value_KTD: torch.Tensor) -> None:

@@ -160,7 +160,7 @@ class NativeAttention(AttentionBackend[NativeKV, NativeWorkPlan]):
         )
         return NativeKV(key_PKDS, value_PKSD, pages)
 
-    def plan(self, batch: AttentionBatch) -> NativeWorkPlan:
+    def plan(self, batch: AttentionBatch, spec: LayerSpec) -> NativeWorkPlan:
         rows = np.arange(len(batch.kv_lens), dtype=np.int32)
         table = np.ascontiguousarray(batch.page_table, np.int32)
         token_row = np.repeat(rows, np.diff(batch.cu_seqlens_q))

@@ -34,7 +34,7 @@ class ReferenceAttention(AttentionBackend[ReferenceKV, AttentionBatch]):
             torch.zeros(slots, spec.num_kv_heads, spec.value_dim, dtype=dtype, device=device),
         )
 
-    def plan(self, batch: AttentionBatch) -> AttentionBatch:
+    def plan(self, batch: AttentionBatch, spec: LayerSpec) -> AttentionBatch:
         return batch
 
     def store(self, kv: ReferenceKV, plan: AttentionBatch, key_KTD: torch.Tensor, value_KTD: torch.Tensor) -> None:

@@ -140,7 +140,7 @@ class TorchAttention(AttentionBackend[TorchKV, TorchWorkPlan]):
             torch.empty(*shape, spec.value_dim, dtype=dtype, device=device),
         )
 
-    def plan(self, batch: AttentionBatch) -> TorchWorkPlan:
+    def plan(self, batch: AttentionBatch, spec: LayerSpec) -> TorchWorkPlan:
         tiles = cut_into_tiles(find_shared_segments(batch), batch)
         is_wide = tiles.q_hi - tiles.q_lo > MOST_NARROW_QUERIES
         planner = _StatePlanner()

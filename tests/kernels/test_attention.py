@@ -94,8 +94,9 @@ class Trie:
         self.generator = torch.Generator().manual_seed(case.seed)
         num_pages = sum((node.cached + node.chunk) // case.page_size + 2 for node in case.nodes) + 4
         self.cache = KVCache((num_pages,), (case.window,), case.page_size)
-        spec = LayerSpec(case.num_kv_heads, case.head_dim, case.value_dim, case.window)
-        self.pages = backend.allocate(num_pages, case.page_size, spec, case.dtype, torch.device("cpu"))
+        heads = case.num_kv_heads
+        self.spec = LayerSpec(case.group * heads, heads, case.head_dim, case.value_dim, case.window)
+        self.pages = backend.allocate(num_pages, case.page_size, self.spec, case.dtype, torch.device("cpu"))
         for pool in (getattr(self.pages, name) for name in self.pages.__slots__):
             if isinstance(pool, torch.Tensor):
                 pool.fill_(math.nan)  # whatever was not stored must not matter
@@ -140,7 +141,7 @@ class Trie:
             slots=np.concatenate([part.slots[0] for part in parts]),
             copies=tuple(part.copies[0] for part in parts),
         )
-        plan = self.backend.plan(batch)
+        plan = self.backend.plan(batch, self.spec)
         self.backend.store(self.pages, plan, torch.cat(keys, dim=1), torch.cat(values, dim=1))
         self.cache.trim(handles)
         return batch, plan
@@ -263,7 +264,7 @@ def test_a_shared_prefix_is_read_once_for_all_rows_below_it() -> None:
     )
     live_trie = 737 + sum(5 + row % 40 + 1 for row in range(100))
     copied = 100 * (737 % 16)
-    assert TorchAttention().plan(batch).keys_read == live_trie + copied - 737 % 16
+    assert TorchAttention().plan(batch, trie.spec).keys_read == live_trie + copied - 737 % 16
 
 
 @pytest.mark.parametrize("make_backend", BACKENDS)
@@ -308,7 +309,7 @@ def test_native_attention_gives_a_token_the_same_bits_alone_as_in_company(
                 cu_seqlens_q=np.array([0, 1]),
                 slots=batch.slots[token : token + 1],
             )
-            assert torch.equal(attend(backend.plan(alone), query_HTD[:, token : token + 1])[0], together[token])
+            assert torch.equal(attend(backend.plan(alone, trie.spec), query_HTD[:, token : token + 1])[0], together[token])
 
 
 @pytest.mark.parametrize("make_backend", BACKENDS)

@@ -20,7 +20,7 @@ from batchkv.tokenization import tokenize
 from tests.conftest import WORKLOADS
 
 # SmolLM2-135M in two bytes: 23,040 bytes per token
-LAYOUT = KVLayout(tuple(LayerSpec(3, 64, 64, None) for _ in range(30)), 2)
+LAYOUT = KVLayout(tuple(LayerSpec(9, 3, 64, 64, None) for _ in range(30)), 2)
 
 Row = tuple[list[int], int, int]  # prompt, n, max_tokens
 
@@ -369,7 +369,7 @@ def test_a_tokenizer_shows_how_shared_prefixes_begin() -> None:
 
 
 def test_of_rows_that_are_largest_in_different_groups_of_layers_the_larger_is_refused() -> None:
-    hybrid = KVLayout((LayerSpec(1, 1, 1, None), LayerSpec(1, 1, 1, 2)), 1)
+    hybrid = KVLayout((LayerSpec(1, 1, 1, 1, None), LayerSpec(1, 1, 1, 1, 2)), 1)
     rows = row([1], max_tokens=2), row([2] * 3, max_tokens=1)
     plan = plan_of(*rows, tokens=3, layout=hybrid, page_size=1)
     assert plan.errors == 1

@@ -25,7 +25,7 @@ from batchkv.sampling_params import RowParams, SamplingParams
 from batchkv.token_arena import TokenArena
 from batchkv.trie import build_trie
 
-FACTS = ModelFacts(KVLayout((LayerSpec(1, 1, 1, None),), 1), 1_000, None)
+FACTS = ModelFacts(KVLayout((LayerSpec(1, 1, 1, 1, None),), 1), 1_000, None)
 FEW, MANY = 250, 2_000
 
 

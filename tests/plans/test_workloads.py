@@ -19,7 +19,7 @@ from batchkv.tokenization import tokenize
 from tests.conftest import WORKLOADS
 
 # SmolLM2-135M in two bytes: 23,040 bytes per token
-LAYOUT = KVLayout(tuple(LayerSpec(3, 64, 64, None) for _ in range(30)), 2)
+LAYOUT = KVLayout(tuple(LayerSpec(9, 3, 64, 64, None) for _ in range(30)), 2)
 pytestmark = pytest.mark.skipif(not WORKLOADS.is_dir(), reason="job files that are not part of the project")
 
 

@@ -29,11 +29,11 @@ SMOLLM2 = LlamaConfig(
 
 
 def full(heads: int = 2, dim: int = 16) -> LayerSpec:
-    return LayerSpec(heads, dim, dim, window=None)
+    return LayerSpec(heads, heads, dim, dim, window=None)
 
 
 def sliding(window: int, heads: int = 2, dim: int = 16) -> LayerSpec:
-    return LayerSpec(heads, dim, dim, window)
+    return LayerSpec(heads, heads, dim, dim, window)
 
 
 def test_smollm2_takes_23040_bytes_per_token() -> None:
@@ -49,7 +49,7 @@ def test_layers_are_grouped_by_window_with_full_attention_first() -> None:
 
 
 def test_each_group_has_its_own_cost_and_they_add_up() -> None:
-    layout = KVLayout((sliding(8), full(heads=3), LayerSpec(1, 10, 6, window=8)), element_bytes=2)
+    layout = KVLayout((sliding(8), full(heads=3), LayerSpec(1, 1, 10, 6, window=8)), element_bytes=2)
     assert layout.group_bytes_per_token == (3 * 32 * 2, 2 * 32 * 2 + 16 * 2)
     assert layout.bytes_per_token == sum(layout.group_bytes_per_token)
 
@@ -93,7 +93,7 @@ def test_heads_and_head_dim_have_the_defaults_of_transformers(absent: dict[str, 
 
     config: Any = Config()
     vars(config).update(absent)
-    assert layer_specs(config) == (LayerSpec(num_kv_heads=4, key_dim=8, value_dim=8, window=None),)
+    assert layer_specs(config) == (LayerSpec(num_heads=4, num_kv_heads=4, key_dim=8, value_dim=8, window=None),)
 
 
 def test_a_layer_type_that_is_not_known_is_named() -> None:
@@ -112,7 +112,7 @@ def seen_by_attention(family: str, tokens: int) -> tuple[LayerSpec, ...]:
     ) -> tuple[torch.Tensor, None]:
         visible = int((attention_mask[0, 0] == 0).sum(dim=1).max())
         window = None if visible == tokens else visible
-        seen.append(LayerSpec(key.shape[1], key.shape[3], value.shape[3], window))
+        seen.append(LayerSpec(query.shape[1], key.shape[1], key.shape[3], value.shape[3], window))
         return torch.zeros_like(query).transpose(1, 2).contiguous(), None
 
     AttentionInterface.register("record", record)

@@ -24,7 +24,7 @@ from batchkv.sequence import SequenceTable
 from batchkv.token_arena import TokenArena
 from batchkv.trie import PrefixTrie, build_trie
 
-FULL, SLIDING = LayerSpec(1, 1, 1, None), LayerSpec(1, 1, 1, 5)
+FULL, SLIDING = LayerSpec(1, 1, 1, 1, None), LayerSpec(1, 1, 1, 1, 5)
 LAYOUTS = [KVLayout((FULL,), 1), KVLayout((SLIDING,), 2), KVLayout((SLIDING, FULL, FULL), 1)]
 
 

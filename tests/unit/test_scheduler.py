@@ -39,7 +39,7 @@ MOST_NEW_TOKENS = 1_000
 
 
 def layout_of(*windows: int | None) -> KVLayout:
-    return KVLayout(tuple(LayerSpec(1, 1, 1, window) for window in windows), element_bytes=1)
+    return KVLayout(tuple(LayerSpec(1, 1, 1, 1, window) for window in windows), element_bytes=1)
 
 
 LAYOUTS = {

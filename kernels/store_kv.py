@@ -1,0 +1,90 @@
+"""Writing keys and values to their pages on a GPU, in Triton, and copying pages of a fork.
+
+Shape suffixes: T tokens, K KV heads, D head dim, S slots.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def store_kv(
+    new_ptr,
+    pool_ptr,
+    scale_ptr,
+    slots_ptr,
+    stride_new_head,
+    stride_new_token,
+    num_kv_heads,
+    DIM: tl.constexpr,
+    DIM_BLOCK: tl.constexpr,
+    HEAD_BLOCK: tl.constexpr,
+    QUANTIZED_MAX: tl.constexpr,
+    IS_INTEGER: tl.constexpr,
+):
+    """Grid (T): writes [K, T, D] keys (or values) to slots `slots[t]` of a pool [S, K, D]; slot -1 is nowhere.
+
+    Where QUANTIZED_MAX is not 0, each vector is stored as `x / scale` with `scale = max |x| / QUANTIZED_MAX` beside it
+    (fp32 [S, K]), rounded to the nearest even integer if IS_INTEGER.
+    """
+    token = tl.program_id(0).to(tl.int64)
+    slot = tl.load(slots_ptr + token).to(tl.int64)
+    if slot >= 0:
+        head = tl.arange(0, HEAD_BLOCK)
+        dim = tl.arange(0, DIM_BLOCK)
+        is_element = (head[:, None] < num_kv_heads) & (dim[None, :] < DIM)
+        new = tl.load(
+            new_ptr + head[:, None].to(tl.int64) * stride_new_head + token * stride_new_token + dim[None, :],
+            mask=is_element,
+            other=0.0,
+        )
+        if QUANTIZED_MAX != 0:
+            x = new.to(tl.float32)
+            scale = tl.max(tl.abs(x), 1) / QUANTIZED_MAX
+            is_broken = tl.max((x != x).to(tl.int32), 1) > 0
+            scale = tl.where(is_broken, float("nan"), scale)  # what is not a number must stay none
+            x = x / tl.where(scale == 0, 1.0, scale)[:, None]
+            if IS_INTEGER:
+                # adding and taking away 1.5 * 2^23 leaves the nearest integer, ties to even
+                x = (x + 12582912.0) - 12582912.0
+            x = tl.minimum(tl.maximum(x, -QUANTIZED_MAX), QUANTIZED_MAX)
+            new = x.to(pool_ptr.dtype.element_ty)
+            tl.store(scale_ptr + slot * num_kv_heads + head, scale, mask=head < num_kv_heads)
+        tl.store(
+            pool_ptr + slot * num_kv_heads * DIM + head[:, None] * DIM + dim[None, :],
+            new.to(pool_ptr.dtype.element_ty),
+            mask=is_element,
+        )
+
+
+@triton.jit
+def copy_pages(
+    pool_ptr,
+    copies_ptr,
+    first_copy_ptr,
+    row_elements,
+    PAGE_SIZE: tl.constexpr,
+    SLOTS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Grid (programs, blocks of a slot's elements): the first `num_slots` slots of page `src` go to page `dst`.
+
+    Args:
+        pool_ptr: [S, ...], `row_elements` of them in every slot.
+        copies_ptr: int32 [copies, 3] of (src, dst, num_slots).
+        first_copy_ptr: int32 [2], which of the copies to make: those that do not read what another one writes.
+    """
+    element = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    is_element = element < row_elements
+    end = tl.load(first_copy_ptr + 1)
+    for copy in range(tl.load(first_copy_ptr) + tl.program_id(0), end, tl.num_programs(0)):
+        src = tl.load(copies_ptr + copy * 3).to(tl.int64) * PAGE_SIZE
+        dst = tl.load(copies_ptr + copy * 3 + 1).to(tl.int64) * PAGE_SIZE
+        num_slots = tl.load(copies_ptr + copy * 3 + 2)
+        for first in range(0, num_slots, SLOTS):
+            slot = (first + tl.arange(0, SLOTS))[:, None]
+            is_moved = (slot < num_slots) & is_element[None, :]
+            moved = tl.load(pool_ptr + (src + slot) * row_elements + element[None, :], mask=is_moved)
+            tl.store(pool_ptr + (dst + slot) * row_elements + element[None, :], moved, mask=is_moved)

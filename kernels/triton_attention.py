@@ -1,0 +1,264 @@
+"""The Triton kernels as an implementation of the attention contract; in Triton's interpreter they also run on a CPU.
+
+Shape suffixes: T tokens, H query heads, K KV heads, D head dim, S slots.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+
+from batchkv.kernels.attention import AttentionBackend
+from batchkv.kernels.device_work import DeviceWork, WorkSizes
+from batchkv.kernels.store_kv import copy_pages, store_kv
+from batchkv.kernels.tiles import Tile, load_tiles, processors_of, target_of
+from batchkv.kernels.tree_attention import attend_items, merge_states
+from batchkv.kernels.work_items import plan_work
+from batchkv.kv_layout import LayerSpec
+from batchkv.step import AttentionBatch
+
+_QUANTIZED_MAX = {torch.int8: 127.0, torch.float8_e4m3fn: 448.0}
+_MOST_HEADS = 16  # query heads in one tile: what the smallest one holds
+_PROGRAMS_PER_PROCESSOR = 8
+_MOST_PROGRAMS = 1 << 16
+_COPIED_SLOTS, _COPIED_ELEMENTS = 4, 512  # by one program at a time
+_MERGED_HEADS = 16
+
+
+@dataclass(frozen=True, slots=True)
+class TritonKV:
+    """Keys and values of one layer by slot: [S, K, D]; with int8 and fp8 a scale for each vector, fp32 [S, K]."""
+
+    page_size: int
+    key_SKD: torch.Tensor
+    value_SKD: torch.Tensor
+    key_scale_SK: torch.Tensor | None
+    value_scale_SK: torch.Tensor | None
+
+
+@dataclass(frozen=True, slots=True)
+class TritonWorkPlan:
+    """What all layers of a kind do in one step.
+
+    Attributes:
+        tiles: the variants of the kernel, one launch each.
+        heads: query heads in one item.
+        window: of the layers.
+        work: the items, on the device.
+    """
+
+    tiles: tuple[Tile, ...]
+    heads: int
+    window: int | None
+    work: DeviceWork
+
+
+class TritonAttention(AttentionBackend[TritonKV, TritonWorkPlan]):
+    """The Triton kernels on one device.
+
+    Args:
+        device: a GPU, or the CPU where Triton interprets.
+    """
+
+    name = "triton"
+    is_batch_invariant = False
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._table = load_tiles(target_of(device))
+        self._processors = processors_of(device)
+
+    def allocate(
+        self, num_pages: int, page_size: int, spec: LayerSpec, dtype: torch.dtype, device: torch.device
+    ) -> TritonKV:
+        heads = (num_pages * page_size, spec.num_kv_heads)
+        scales: list[torch.Tensor | None] = [None, None]
+        if dtype in _QUANTIZED_MAX:
+            scales = [torch.empty(*heads, dtype=torch.float32, device=device) for _ in scales]
+        return TritonKV(
+            page_size,
+            torch.empty(*heads, spec.key_dim, dtype=dtype, device=device),
+            torch.empty(*heads, spec.value_dim, dtype=dtype, device=device),
+            *scales,
+        )
+
+    def plan(self, batch: AttentionBatch, spec: LayerSpec) -> TritonWorkPlan:
+        tiles, heads = self._table.tiles(max(spec.key_dim, spec.value_dim)), heads_per_item(spec)
+        programs = self._processors * _PROGRAMS_PER_PROCESSOR
+        work = plan_work(batch, tiles, heads, items_wanted=programs * heads // spec.num_heads)
+        on_device = DeviceWork.allocate(WorkSizes.of(work), self._device)
+        on_device.load(work)
+        return TritonWorkPlan(tiles, heads, batch.window, on_device)
+
+    def store(self, kv: TritonKV, plan: TritonWorkPlan, key_KTD: torch.Tensor, value_KTD: torch.Tensor) -> None:
+        for pool_SKD, scale_SK, new_KTD in (
+            (kv.key_SKD, kv.key_scale_SK, key_KTD),
+            (kv.value_SKD, kv.value_scale_SK, value_KTD),
+        ):
+            _store(pool_SKD, scale_SK, new_KTD, plan.work)
+            _copy_pages(pool_SKD, kv.page_size, plan.work)
+            if scale_SK is not None:
+                _copy_pages(scale_SK, kv.page_size, plan.work)
+
+    def attend(
+        self,
+        kv: TritonKV,
+        plan: TritonWorkPlan,
+        query_HTD: torch.Tensor,
+        *,
+        scale: float,
+        softcap: float | None = None,
+        sinks_H: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        num_heads, num_tokens = query_HTD.shape[:2]
+        sizes, value_dim = plan.work.sizes, kv.value_SKD.shape[2]
+        # zeros for tokens that fill up a step: they have no items
+        out_THD = query_HTD.new_zeros(num_tokens, num_heads, value_dim)
+        states = _States(
+            torch.empty(sizes.states, num_heads, value_dim, dtype=torch.float32, device=out_THD.device),
+            torch.empty(sizes.states, num_heads, dtype=torch.float32, device=out_THD.device),
+        )
+        for i, tile in enumerate(plan.tiles):
+            if sizes.items[i]:
+                _attend(kv, plan, i, tile, _last_dim_contiguous(query_HTD), out_THD, states, scale, softcap, sinks_H)
+        if sizes.states:
+            _merge(plan.work, states, out_THD, sinks_H)
+        return out_THD
+
+
+@dataclass(frozen=True, slots=True)
+class _States:
+    """Partial results: fp32 [P, H, value_dim] and the log of their sums, fp32 [P, H]."""
+
+    out_PHD: torch.Tensor
+    lse_PH: torch.Tensor
+
+
+def heads_per_item(spec: LayerSpec) -> int:
+    """Query heads packed into one item: all that share a KV head, or as large a part of them as a tile holds."""
+    group = spec.num_heads // spec.num_kv_heads
+    return max(n for n in range(1, min(group, _MOST_HEADS) + 1) if group % n == 0)
+
+
+def _attend(
+    kv: TritonKV,
+    plan: TritonWorkPlan,
+    number: int,
+    tile: Tile,
+    query_HTD: torch.Tensor,
+    out_THD: torch.Tensor,
+    states: _States,
+    scale: float,
+    softcap: float | None,
+    sinks_H: torch.Tensor | None,
+) -> None:
+    """One launch: the items of one tile."""
+    work, num_heads = plan.work, query_HTD.shape[0]
+    key_dim, value_dim = kv.key_SKD.shape[2], kv.value_SKD.shape[2]
+    attend_items[(min(work.sizes.items[number], _MOST_PROGRAMS), num_heads // plan.heads)](
+        query_HTD,
+        kv.key_SKD,
+        kv.value_SKD,
+        kv.key_scale_SK,
+        kv.value_scale_SK,
+        sinks_H,
+        out_THD,
+        states.out_PHD,
+        states.lse_PH,
+        work.items[number],
+        work.counts[number:],
+        work.pages,
+        work.positions,
+        query_HTD.stride(0),
+        query_HTD.stride(1),
+        kv.key_SKD.stride(0),
+        kv.value_SKD.stride(0),
+        kv.key_SKD.shape[1],
+        scale,
+        softcap or 0.0,
+        plan.window or 0,
+        GROUP=num_heads // kv.key_SKD.shape[1],
+        HEADS=plan.heads,
+        KEY_DIM=key_dim,
+        VALUE_DIM=value_dim,
+        KEY_BLOCK=block_of(key_dim),
+        VALUE_BLOCK=block_of(value_dim),
+        PAGE_SIZE=kv.page_size,
+        BLOCK_M=tile.block_m,
+        BLOCK_N=tile.block_n,
+        HAS_WINDOW=plan.window is not None,
+        HAS_SOFTCAP=softcap is not None,
+        HAS_SINKS=sinks_H is not None,
+        IS_QUANTIZED=kv.key_scale_SK is not None,
+        num_warps=tile.num_warps,
+        num_stages=tile.num_stages,
+    )
+
+
+def _merge(work: DeviceWork, states: _States, out_THD: torch.Tensor, sinks_H: torch.Tensor | None) -> None:
+    num_heads, value_dim = out_THD.shape[1:]
+    merge_states[(min(work.sizes.merged_tokens, _MOST_PROGRAMS), triton.cdiv(num_heads, _MERGED_HEADS))](
+        states.out_PHD,
+        states.lse_PH,
+        sinks_H,
+        out_THD,
+        work.merged_tokens,
+        work.counts[len(work.items) :],
+        work.first_state,
+        work.states,
+        num_heads,
+        VALUE_DIM=value_dim,
+        VALUE_BLOCK=block_of(value_dim),
+        BLOCK_H=_MERGED_HEADS,
+        HAS_SINKS=sinks_H is not None,
+        num_warps=4,
+    )
+
+
+def _store(
+    pool_SKD: torch.Tensor, scale_SK: torch.Tensor | None, new_KTD: torch.Tensor, work: DeviceWork
+) -> None:
+    new_KTD = _last_dim_contiguous(new_KTD)
+    num_kv_heads, num_tokens, dim = new_KTD.shape
+    store_kv[(num_tokens,)](
+        new_KTD,
+        pool_SKD,
+        scale_SK,
+        work.slots,
+        new_KTD.stride(0),
+        new_KTD.stride(1),
+        num_kv_heads,
+        DIM=dim,
+        DIM_BLOCK=triton.next_power_of_2(dim),
+        HEAD_BLOCK=triton.next_power_of_2(num_kv_heads),
+        QUANTIZED_MAX=_QUANTIZED_MAX.get(pool_SKD.dtype, 0.0),
+        IS_INTEGER=pool_SKD.dtype == torch.int8,
+        num_warps=4,
+    )
+
+
+def _copy_pages(pool: torch.Tensor, page_size: int, work: DeviceWork) -> None:
+    row_elements = pool[0].numel()
+    grid = (min(work.sizes.copies, _MOST_PROGRAMS), triton.cdiv(row_elements, _COPIED_ELEMENTS))
+    for i in range(work.sizes.copy_rounds):
+        copy_pages[grid](
+            pool,
+            work.copies,
+            work.copy_rounds[i:],
+            row_elements,
+            PAGE_SIZE=page_size,
+            SLOTS=_COPIED_SLOTS,
+            BLOCK=min(_COPIED_ELEMENTS, triton.next_power_of_2(row_elements)),
+            num_warps=4,
+        )
+
+
+def _last_dim_contiguous(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor if tensor.stride(2) == 1 else tensor.contiguous()
+
+
+def block_of(dim: int) -> int:
+    """The width of a tile that holds a head: a power of two, at least what a matrix product takes."""
+    return max(16, triton.next_power_of_2(dim))
