@@ -24,7 +24,6 @@ LN2 = tl.constexpr(0.6931471805599453)
 NOTHING = tl.constexpr(-1e30)
 
 
-
 @triton.jit
 def attend_items(
     query_ptr,
@@ -267,9 +266,7 @@ def merge_states(
         for at in range(tl.load(first_state_ptr + i), tl.load(first_state_ptr + i + 1)):
             state = tl.load(states_ptr + at).to(tl.int64) * num_heads + head
             lse = tl.load(state_lse_ptr + state, mask=is_head, other=0.0)
-            partial = tl.load(
-                state_out_ptr + state[:, None] * VALUE_DIM + value_dim[None, :], mask=is_value, other=0.0
-            )
+            partial = tl.load(state_out_ptr + state[:, None] * VALUE_DIM + value_dim[None, :], mask=is_value, other=0.0)
             new_largest = tl.maximum(largest, lse)
             kept = tl.exp2((largest - new_largest) * LOG2E)
             weight = tl.where(lse > NOTHING, tl.exp2((lse - new_largest) * LOG2E), 0.0)

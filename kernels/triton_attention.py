@@ -217,9 +217,7 @@ def _merge(work: DeviceWork, states: _States, out_THD: torch.Tensor, sinks_H: to
     )
 
 
-def _store(
-    pool_SKD: torch.Tensor, scale_SK: torch.Tensor | None, new_KTD: torch.Tensor, work: DeviceWork
-) -> None:
+def _store(pool_SKD: torch.Tensor, scale_SK: torch.Tensor | None, new_KTD: torch.Tensor, work: DeviceWork) -> None:
     new_KTD = _last_dim_contiguous(new_KTD)
     num_kv_heads, num_tokens, dim = new_KTD.shape
     store_kv[(num_tokens,)](
