@@ -131,7 +131,7 @@ def attend_items(
                 total = total * weight + tl.exp2(sink - largest_of_both)
                 out = out * weight[:, None]
             at = (token.to(tl.int64) * tl.num_programs(1) * HEADS + head) * VALUE_DIM
-            result = out / total[:, None]
+            result = out / tl.where(total == 0, 1.0, total)[:, None]  # rows that are not real have seen nothing
             tl.store(out_ptr + at[:, None] + value_dim[None, :], result.to(out_ptr.dtype.element_ty), mask=is_value)
         else:
             at = (state + row // HEADS).to(tl.int64) * tl.num_programs(1) * HEADS + head
@@ -191,7 +191,7 @@ def _attend_tile(
     key_ptrs = key_ptr + slot[None, :] * stride_key_slot + kv_head * KEY_DIM + key_dim[:, None]
     if IS_MASKED:
         key = tl.load(key_ptrs, mask=is_key[None, :] & (key_dim[:, None] < KEY_DIM), other=0)
-    elif KEY_DIM != key_dim.shape[0]:
+    elif key_dim.shape[0] != KEY_DIM:
         key = tl.load(key_ptrs, mask=key_dim[:, None] < KEY_DIM, other=0)
     else:
         key = tl.load(key_ptrs)
@@ -221,7 +221,7 @@ def _attend_tile(
     value_ptrs = value_ptr + slot[:, None] * stride_value_slot + kv_head * VALUE_DIM + value_dim[None, :]
     if IS_MASKED:
         value = tl.load(value_ptrs, mask=is_key[:, None] & (value_dim[None, :] < VALUE_DIM), other=0)
-    elif VALUE_DIM != value_dim.shape[0]:
+    elif value_dim.shape[0] != VALUE_DIM:
         value = tl.load(value_ptrs, mask=value_dim[None, :] < VALUE_DIM, other=0)
     else:
         value = tl.load(value_ptrs)
@@ -245,7 +245,7 @@ def merge_states(
     BLOCK_H: tl.constexpr,
     HAS_SINKS: tl.constexpr,
 ):
-    """Grid (programs, blocks of heads). The states of token `tokens[i]` are `states[first_state[i] : first_state[i+1]]`.
+    """Grid (programs, blocks of heads). Token `tokens[i]` has the states `states[first_state[i] : first_state[i + 1]]`.
 
     They are merged in this order, which is that of the key positions they cover: with o_i the result over some keys
     and lse_i the log of the sum of their exponentials, `lse = log sum exp(lse_i)`, `o = sum exp(lse_i - lse) o_i`.

@@ -6,7 +6,12 @@ import os
 from pathlib import Path
 
 import torch
+
 from hypothesis import HealthCheck, settings
+
+# Where there is no GPU, the Triton kernels run in the interpreter. Triton looks when kernels are defined.
+if not torch.cuda.is_available():
+    os.environ["TRITON_INTERPRET"] = "1"
 
 settings.register_profile("default", deadline=None, suppress_health_check=[HealthCheck.too_slow], print_blob=True)
 settings.load_profile("default")

@@ -309,7 +309,9 @@ def test_native_attention_gives_a_token_the_same_bits_alone_as_in_company(
                 cu_seqlens_q=np.array([0, 1]),
                 slots=batch.slots[token : token + 1],
             )
-            assert torch.equal(attend(backend.plan(alone, trie.spec), query_HTD[:, token : token + 1])[0], together[token])
+            assert torch.equal(
+                attend(backend.plan(alone, trie.spec), query_HTD[:, token : token + 1])[0], together[token]
+            )
 
 
 @pytest.mark.parametrize("make_backend", BACKENDS)
