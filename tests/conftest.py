@@ -6,7 +6,6 @@ import os
 from pathlib import Path
 
 import torch
-
 from hypothesis import HealthCheck, settings
 
 # Where there is no GPU, the Triton kernels run in the interpreter. Triton looks when kernels are defined.
