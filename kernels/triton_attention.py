@@ -12,6 +12,7 @@ import triton
 
 from batchkv.kernels.attention import AttentionBackend
 from batchkv.kernels.device_work import DeviceWork, WorkSizes
+from batchkv.kernels.extend_work import PlannedStep, extend_work
 from batchkv.kernels.store_kv import copy_pages, store_kv
 from batchkv.kernels.tiles import Tile, load_tiles, processors_of, target_of
 from batchkv.kernels.tree_attention import attend_items, merge_states
@@ -69,6 +70,7 @@ class TritonAttention(AttentionBackend[TritonKV, TritonWorkPlan]):
         self._device = device
         self._table = load_tiles(target_of(device))
         self._processors = processors_of(device)
+        self._before: dict[LayerSpec, PlannedStep] = {}
 
     def allocate(
         self, num_pages: int, page_size: int, spec: LayerSpec, dtype: torch.dtype, device: torch.device
@@ -86,8 +88,12 @@ class TritonAttention(AttentionBackend[TritonKV, TritonWorkPlan]):
 
     def plan(self, batch: AttentionBatch, spec: LayerSpec) -> TritonWorkPlan:
         tiles, heads = self._table.tiles(max(spec.key_dim, spec.value_dim)), heads_per_item(spec)
-        programs = self._processors * _PROGRAMS_PER_PROCESSOR
-        work = plan_work(batch, tiles, heads, items_wanted=programs * heads // spec.num_heads)
+        before = self._before.get(spec)
+        work = extend_work(before, batch, tiles[0]) if before else None
+        if work is None:
+            programs = self._processors * _PROGRAMS_PER_PROCESSOR
+            work = plan_work(batch, tiles, heads, items_wanted=programs * heads // spec.num_heads)
+        self._before[spec] = PlannedStep(batch, work)
         on_device = DeviceWork.allocate(WorkSizes.of(work), self._device)
         on_device.load(work)
         return TritonWorkPlan(tiles, heads, batch.window, on_device)

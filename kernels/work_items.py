@@ -112,7 +112,7 @@ def plan_work(batch: AttentionBatch, tiles: tuple[Tile, ...], heads: int, items_
     state, merged_tokens, first_state, states, num_states = _plan_states(q_lo, q_hi, batch.num_tokens)
     fields = [q_lo, q_hi - q_lo, page_start, k_lo, k_lo + unmasked, k_hi, state, np.zeros_like(state)]
     items = np.stack(fields, axis=1).astype(np.int32)
-    copies = [np.stack([c.src, c.dst, c.num_slots], axis=1) for c in batch.copies]
+    copies = [np.stack([c.src, c.dst, c.num_slots], axis=1) for c in batch.copies if len(c)]
     return WorkItems(
         items=tuple(items[tile[source] == i] for i in range(len(tiles))),
         pages=pages,

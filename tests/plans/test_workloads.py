@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -15,6 +16,7 @@ from batchkv.planner import Limits, check_kv_budget, make_plan
 from batchkv.sampling_params import SamplingParams
 from batchkv.scheduler import Scheduler
 from batchkv.sequence import GeneratedTokens
+from batchkv.step import Step
 from batchkv.tokenization import tokenize
 from tests.conftest import WORKLOADS
 
@@ -23,15 +25,17 @@ LAYOUT = KVLayout(tuple(LayerSpec(9, 3, 64, 64, None) for _ in range(30)), 2)
 pytestmark = pytest.mark.skipif(not WORKLOADS.is_dir(), reason="job files that are not part of the project")
 
 
-@dataclass
-class Done:
+@dataclass(frozen=True)
+class Scheduled:
+    """A step, before its tokens are sampled."""
+
     plan: Plan
-    prefill_tokens: int
-    recomputed_tokens: int
-    peak_kv_tokens: int
+    step: Step
+    generated: GeneratedTokens
+    held_tokens: int
 
 
-def drive(name: str, kv_tokens: int) -> Done:
+def steps_of(name: str, kv_tokens: int = 93_206) -> Iterator[Scheduled]:
     """Runs a workload to its end with every token sampled as 0."""
     job = read_job(pl.read_parquet(WORKLOADS / f"{name}.parquet"), SamplingParams())
     arena, _ = tokenize(job, None)
@@ -40,16 +44,12 @@ def drive(name: str, kv_tokens: int) -> Done:
     plan = make_plan(job, arena, {}, LAYOUT, limits)
     generated = GeneratedTokens(len(plan.sequences))
     scheduler = Scheduler(plan, arena, LAYOUT, generated, max_batch_rows=256, max_batch_tokens=512)
-    done = Done(plan, 0, 0, 0)
     while not scheduler.is_done:
         step = scheduler.schedule()
-        done.prefill_tokens += step.prefill_tokens
-        done.recomputed_tokens += step.recomputed_tokens
-        done.peak_kv_tokens = max(done.peak_kv_tokens, int(scheduler.pages_held[0]) * plan.memory.page_size)
+        yield Scheduled(plan, step, generated, int(scheduler.pages_held[0]) * plan.memory.page_size)
         zeros = np.zeros(len(step.sampled))
         generated.append(step.sampled, zeros.astype(np.int32), zeros.astype(np.float32))
         scheduler.update(step, generated.lengths[step.sampled] == plan.sequences.max_new_tokens[step.sampled])
-    return done
 
 
 @pytest.mark.parametrize("kv_tokens", [8192, 93_206])
@@ -58,7 +58,8 @@ def drive(name: str, kv_tokens: int) -> Done:
     [("label", 19_421), ("docqa", 22_521), ("tree", 8_147), ("flat", 16_365), ("rollout", 2_048)],
 )
 def test_every_trie_token_is_prefilled_once_within_the_budget(name: str, trie_tokens: int, kv_tokens: int) -> None:
-    done = drive(name, kv_tokens)
-    assert done.prefill_tokens == done.plan.prefill_tokens == trie_tokens
-    assert done.recomputed_tokens == 0
-    assert done.peak_kv_tokens <= done.plan.memory.peak_tokens <= kv_tokens
+    steps = list(steps_of(name, kv_tokens))
+    plan = steps[0].plan
+    assert sum(s.step.prefill_tokens for s in steps) == plan.prefill_tokens == trie_tokens
+    assert sum(s.step.recomputed_tokens for s in steps) == 0
+    assert max(s.held_tokens for s in steps) <= plan.memory.peak_tokens <= kv_tokens
