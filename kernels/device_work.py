@@ -65,6 +65,23 @@ class WorkSizes:
         return (*self.items, *self.lengths[len(self.items) + 1 :])
 
 
+def decode_sizes(rows: int, num_pages: int, num_tiles: int) -> WorkSizes:
+    """Room for the usual decode steps of up to `rows` rows over a pool of `num_pages`: those of a graph.
+
+    A trie of so many rows has fewer than twice as many segments; long ones are cut. The few steps that need more,
+    as with deep tries, run without a graph.
+    """
+    return WorkSizes(
+        items=(4 * rows + num_pages // 16 + 64,) * num_tiles,
+        pages=num_pages,
+        tokens=rows,
+        merged_tokens=rows,
+        states=8 * rows + 64,
+        copies=rows,
+        copy_rounds=2,
+    )
+
+
 @dataclass(frozen=True, slots=True)
 class DeviceWork:
     """A `WorkItems` on a device; the kernels take views of one block. int32 each.

@@ -5,18 +5,19 @@ Shape suffixes: T tokens, H query heads, K KV heads, D head dim, S slots.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
 import triton
 
 from batchkv.kernels.attention import AttentionBackend
-from batchkv.kernels.device_work import DeviceWork, WorkSizes
+from batchkv.kernels.device_work import DeviceWork, WorkSizes, decode_sizes
 from batchkv.kernels.extend_work import PlannedStep, extend_work
 from batchkv.kernels.store_kv import copy_pages, store_kv
 from batchkv.kernels.tiles import Tile, load_tiles, processors_of, target_of
 from batchkv.kernels.tree_attention import attend_items, merge_states
-from batchkv.kernels.work_items import plan_work
+from batchkv.kernels.work_items import WorkItems, no_work, plan_work
 from batchkv.kv_layout import LayerSpec
 from batchkv.step import AttentionBatch
 
@@ -87,16 +88,45 @@ class TritonAttention(AttentionBackend[TritonKV, TritonWorkPlan]):
         )
 
     def plan(self, batch: AttentionBatch, spec: LayerSpec) -> TritonWorkPlan:
-        tiles, heads = self._table.tiles(max(spec.key_dim, spec.value_dim)), heads_per_item(spec)
-        before = self._before.get(spec)
+        work = self._work(batch, spec)
+        plan = self._empty_plan(spec, WorkSizes.of(work))
+        plan.work.load(work)
+        return plan
+
+    def decode_plan(self, rows: int, num_pages: int, spec: LayerSpec) -> TritonWorkPlan:
+        """A plan whose arrays stay where they are, for decode steps of up to `rows` rows; at first without work.
+
+        Args:
+            num_pages: of the pool, which no step can hold more of.
+        """
+        plan = self._empty_plan(spec, decode_sizes(rows, num_pages, len(self._tiles(spec))))
+        plan.work.load(no_work(len(plan.tiles)))
+        return plan
+
+    def reload(self, plans: Mapping[LayerSpec, TritonWorkPlan], batches: Mapping[LayerSpec, AttentionBatch]) -> bool:
+        """Puts a step's work into plans made by `decode_plan`; false, and nothing done, if it does not fit."""
+        works = {spec: self._work(batches[spec], spec) for spec in plans}
+        if not all(plan.work.sizes.hold(WorkSizes.of(works[spec])) for spec, plan in plans.items()):
+            return False
+        for spec, plan in plans.items():
+            plan.work.load(works[spec])
+        return True
+
+    def _tiles(self, spec: LayerSpec) -> tuple[Tile, ...]:
+        return self._table.tiles(max(spec.key_dim, spec.value_dim))
+
+    def _empty_plan(self, spec: LayerSpec, sizes: WorkSizes) -> TritonWorkPlan:
+        work = DeviceWork.allocate(sizes, self._device)
+        return TritonWorkPlan(self._tiles(spec), heads_per_item(spec), spec.window, work)
+
+    def _work(self, batch: AttentionBatch, spec: LayerSpec) -> WorkItems:
+        tiles, heads, before = self._tiles(spec), heads_per_item(spec), self._before.get(spec)
         work = extend_work(before, batch, tiles[0]) if before else None
         if work is None:
-            programs = self._processors * _PROGRAMS_PER_PROCESSOR
-            work = plan_work(batch, tiles, heads, items_wanted=programs * heads // spec.num_heads)
+            wanted = self._processors * _PROGRAMS_PER_PROCESSOR * heads // spec.num_heads
+            work = plan_work(batch, tiles, heads, items_wanted=wanted)
         self._before[spec] = PlannedStep(batch, work)
-        on_device = DeviceWork.allocate(WorkSizes.of(work), self._device)
-        on_device.load(work)
-        return TritonWorkPlan(tiles, heads, batch.window, on_device)
+        return work
 
     def store(self, kv: TritonKV, plan: TritonWorkPlan, key_KTD: torch.Tensor, value_KTD: torch.Tensor) -> None:
         for pool_SKD, scale_SK, new_KTD in (

@@ -127,6 +127,23 @@ def plan_work(batch: AttentionBatch, tiles: tuple[Tile, ...], heads: int, items_
     )
 
 
+def no_work(num_tiles: int) -> WorkItems:
+    """A step in which nobody attends to anything."""
+    nothing = np.zeros(0, np.int32)
+    return WorkItems(
+        items=(np.zeros((0, ITEM_FIELDS), np.int32),) * num_tiles,
+        pages=nothing,
+        positions=nothing,
+        merged_tokens=nothing,
+        first_state=np.zeros(1, np.int32),
+        states=nothing,
+        num_states=0,
+        slots=nothing,
+        copies=np.zeros((0, 3), np.int32),
+        copy_rounds=np.zeros(1, np.int32),
+    )
+
+
 def traffic(work: WorkItems) -> Traffic:
     """What the items of `work` read."""
     from_memory = loaded = 0
