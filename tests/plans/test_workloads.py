@@ -45,7 +45,7 @@ def drive(name: str, kv_tokens: int) -> Done:
         step = scheduler.schedule()
         done.prefill_tokens += step.prefill_tokens
         done.recomputed_tokens += step.recomputed_tokens
-        done.peak_kv_tokens = max(done.peak_kv_tokens, int(scheduler.pages_held[0]) * plan.memory.page_size)
+        done.peak_kv_tokens = max(done.peak_kv_tokens, int(step.pages_held[0]) * plan.memory.page_size)
         zeros = np.zeros(len(step.sampled))
         generated.append(step.sampled, zeros.astype(np.int32), zeros.astype(np.float32))
         scheduler.update(step, generated.lengths[step.sampled] == plan.sequences.max_new_tokens[step.sampled])

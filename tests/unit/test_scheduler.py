@@ -233,7 +233,7 @@ def drive(case: Case) -> Run:
         run.texts.update(texts)
         assert run.steps < 5_000
     assert ended.all()
-    assert not scheduler.pages_held.any()
+    assert not scheduler._cache.num_held.any()
     assert scheduler._cache.num_sequences == 1  # the empty root
     run.preempted = scheduler.preempted_sequences
     _check_totals(case, run)
@@ -254,7 +254,7 @@ def _check_limits(case: Case, plan: Plan, scheduler: Scheduler, step: Step, text
     assert sum(text[-1] < FIRST_GENERATED for text in texts) <= step.prefill_tokens
     decoding = {text[-1] // MOST_NEW_TOKENS for text in texts if text[-1] >= FIRST_GENERATED}
     assert len(decoding) <= case.max_batch_rows
-    held = scheduler.pages_held
+    held = step.pages_held
     page_bytes = np.array(case.layout.group_bytes_per_token) * plan.memory.page_size
     assert (held <= np.array(plan.memory.pool_pages)).all()
     assert held @ page_bytes // case.layout.bytes_per_token <= plan.memory.peak_tokens  # both in whole tokens
