@@ -7,7 +7,7 @@ is stored nowhere and attends to nothing. Between replays only the contents of t
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -21,7 +21,7 @@ from batchkv.transfers import to_device
 
 Forward = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, StepAttention], torch.Tensor]
 """(input_ids [T], positions [T], logits_tokens [L], attention) to logits [L, V]."""
-AttentionOf = Callable[[dict[LayerSpec, TritonWorkPlan], int], StepAttention]
+AttentionOf = Callable[[Mapping[LayerSpec, TritonWorkPlan], int], StepAttention]
 """(plans, number of tokens) to what the layers need."""
 
 
@@ -42,10 +42,10 @@ class DecodeGraph:
     plans: dict[LayerSpec, TritonWorkPlan]
     replay: Callable[[], torch.Tensor]
 
-    def forward(self, input_ids: torch.Tensor, num_logits: int) -> torch.Tensor:
-        """Logits [num_logits, V] of the step that was loaded; the next `forward` overwrites them."""
+    def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
+        """Logits [rows, V] of the step that was loaded; the next `forward` overwrites them."""
         self.input_ids.copy_(input_ids)
-        return self.replay()[:num_logits]
+        return self.replay()
 
 
 class DecodeGraphs:
@@ -80,7 +80,7 @@ class DecodeGraphs:
         self._pool = torch.cuda.graph_pool_handle() if device.type == "cuda" else None
         self._graph(self._buckets[0])  # also has all variants of the kernels compiled before the job begins
 
-    def load(self, step: Step, batches: dict[LayerSpec, AttentionBatch]) -> DecodeGraph | None:
+    def load(self, step: Step, batches: Mapping[LayerSpec, AttentionBatch]) -> DecodeGraph | None:
         """The graph for a step, with the step in its buffers; None if it has to run without."""
         is_decode = step.num_tokens == len(step.attention[0].kv_lens) == len(step.logits_tokens)
         if self.failure or not is_decode or step.num_tokens > self._buckets[-1]:

@@ -86,6 +86,8 @@ class Engine:
         self._row_multiple = row_multiple(self.model) if self._backend.is_batch_invariant else None
         if self.config.deterministic and self._row_multiple is None:
             raise UserError(_why_not_deterministic(self.model, self._backend))
+        # where the host computes itself there is nothing to gain, and every wasted row costs
+        self._overlap = self.model.device.type == "cuda"
         self._facts = ModelFacts.of(self.model.config, self.model.dtype.itemsize)
         self._load_s = perf_counter() - started
 
@@ -205,6 +207,7 @@ class Engine:
             Endings(params, plan.sequences.max_new_tokens, self.end_token_ids, self.tokenizer),
             max_batch_rows=self.config.max_batch_rows,
             max_batch_tokens=self.config.batch_tokens(self.device.type),
+            overlap=self._overlap,
             metrics=metrics,
             progress=progress,
         )

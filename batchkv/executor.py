@@ -1,8 +1,18 @@
-"""Runs a plan to its end: schedule, forward, sample, see who has ended, until nobody is left."""
+"""Runs a plan to its end: schedule, forward, sample, see who has ended, until nobody is left.
+
+On a device that works by itself the host does not wait for it. While the device is at step k, the host finishes step
+k - 1, then schedules and prepares step k + 1 as if nobody ended in step k but by length:
+
+    device   forward k                              sample k   forward k + 1
+    host     finish k - 1 · schedule, prepare k + 1 ·  launch  · finish k · schedule, prepare k + 2 · launch
+
+Decode rows of step k + 1 take their tokens on the device, from what step k sampled.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from time import perf_counter
 
 import numpy as np
@@ -14,17 +24,33 @@ from batchkv.job_plan import Plan
 from batchkv.kv_layout import KVLayout
 from batchkv.metrics import RunMetrics
 from batchkv.model_runner import ModelRunner
-from batchkv.sampler import InvalidLogitsError, Sampled, SamplingBatch, sample
+from batchkv.sampler import SamplingBatch, sample
 from batchkv.scheduler import Scheduler
 from batchkv.sequence import GeneratedTokens
 from batchkv.step import Step
 from batchkv.token_arena import TokenArena
+from batchkv.transfers import HostCopies
 from batchkv.writer import Completion
 
 Int64Array = npt.NDArray[np.int64]
 Progress = Callable[[int, int], None]  # (sequences that ended, tokens generated) since the last call
 
-_NO_TOKEN = -1
+
+@dataclass(frozen=True, slots=True)
+class _Launched:
+    """A step whose logits [L, V] the device computes."""
+
+    step: Step
+    logits: torch.Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class _Drawn:
+    """A step whose tokens the device computes: int64 [N] there, and on their way to the host with all about them."""
+
+    step: Step
+    token_ids: torch.Tensor
+    results: HostCopies
 
 
 class Executor:
@@ -38,8 +64,10 @@ class Executor:
         sampling: parameters of every sequence.
         endings: tells who has ended.
         max_batch_rows, max_batch_tokens: limits of a step.
+        overlap: whether the host works on the next step while the device is at one. Each sequence that ends by a token
+            then has one row too many.
         metrics: counts and times are added here.
-        progress: called after every step.
+        progress: called after every step that is finished.
     """
 
     def __init__(
@@ -53,6 +81,7 @@ class Executor:
         *,
         max_batch_rows: int,
         max_batch_tokens: int,
+        overlap: bool,
         metrics: RunMetrics,
         progress: Progress,
     ) -> None:
@@ -70,56 +99,75 @@ class Executor:
         self._page_bytes = np.array(layout.group_bytes_per_token) * plan.memory.page_size
         self._bytes_per_token = layout.bytes_per_token
         self._completions: list[Completion | None] = [None] * len(plan.sequences)
+        self._has_ended = np.zeros(len(plan.sequences), bool)
+        self._overlap = overlap
+        self._counted_to, self._sampling_s = 0.0, 0.0  # times of the step that is finished next
 
     def run(self) -> list[Completion | None]:
         """The completion of every sequence; None where the model gave no valid distribution to sample from."""
+        self._counted_to = perf_counter()
+        launched: _Launched | None = None
         while not self._scheduler.is_done:
-            started = perf_counter()
             step = self._scheduler.schedule()
-            logits = self._runner.forward(step)
-            forwarded = perf_counter()
-            endings = self._sample(step, logits)
-            del logits  # or they would lie beside those of the next step
-            sampling_s = perf_counter() - forwarded
-            self._count_kv()
-            self._scheduler.update(step, endings != Ending.NONE)
-            self._progress(int((endings != Ending.NONE).sum()), len(step.sampled))
-            self._metrics.count_step(step, perf_counter() - started - sampling_s, sampling_s)
+            prepared = self._runner.prepare(step)
+            # the logits of the step before go as soon as they have been sampled from, or they would lie beside the next
+            launched, drawn = None, self._draw(launched)
+            launched = _Launched(step, self._runner.forward(prepared, drawn.token_ids if drawn else None))
+            self._finish(drawn)
+            if not self._overlap:
+                launched, drawn = None, self._draw(launched)
+                self._finish(drawn)
+        self._finish(self._draw(launched))
         self._metrics.preempted_sequences += self._scheduler.preempted_sequences
         return self._completions
 
-    def _count_kv(self) -> None:
-        held_tokens = int(self._scheduler.pages_held @ self._page_bytes) // self._bytes_per_token
-        self._metrics.peak_kv_tokens = max(self._metrics.peak_kv_tokens, held_tokens)
+    def _draw(self, launched: _Launched | None) -> _Drawn | None:
+        """Has the device sample from a step's logits. All steps before it are finished."""
+        if launched is None:
+            return None
+        started = perf_counter()
+        step = launched.step
+        positions = self._generated.lengths[step.sampled].astype(np.int64)
+        sampled = sample(launched.logits, self._sampling.take(step.sampled), positions, step.sampled_logits)
+        results = HostCopies(sampled.token_ids, sampled.logprobs, sampled.is_valid)
+        self._sampling_s += perf_counter() - started
+        return _Drawn(step, sampled.token_ids, results)
 
-    def _sample(self, step: Step, logits: torch.Tensor) -> npt.NDArray[np.int8]:
-        """Gives every sampled sequence its next token; how each of them ends with it (`Ending`, int8 [N])."""
-        token_ids = self._append_tokens(step, logits)
-        endings = self._endings.check(step.sampled, token_ids, self._generated)
-        endings[token_ids == _NO_TOKEN] = Ending.INVALID
-        self._collect(step.sampled, endings)
-        return endings
+    def _finish(self, drawn: _Drawn | None) -> None:
+        """Waits for what a step drew, and does what follows from it: tokens, endings, completions, memory."""
+        if drawn is None:
+            return
+        step, (token_ids, logprobs, is_valid) = drawn.step, drawn.results.wait()
+        started = perf_counter()
+        at = np.flatnonzero(~self._has_ended[step.sampled])  # the others had a row that nobody needs
+        endings = np.full(len(step.sampled), Ending.NONE, np.int8)
+        endings[at] = self._append(step.sampled[at], token_ids[at], logprobs[at], is_valid[at])
+        self._sampling_s += perf_counter() - started
+        self._scheduler.update(step, endings != Ending.NONE)
+        self._progress(int((endings != Ending.NONE).sum()), len(at))
+        self._metrics.wasted_rows += len(step.sampled) - len(at)
+        self._count(step)
 
-    def _append_tokens(self, step: Step, logits: torch.Tensor) -> npt.NDArray[np.int32]:
-        """Appends the next token of every sampled sequence; int32 [N], _NO_TOKEN where there is none."""
-        token_ids = np.full(len(step.sampled), _NO_TOKEN, np.int32)
-        at, sampled = self._sample_valid(step, logits, np.arange(len(step.sampled)))
-        self._generated.append(step.sampled[at], sampled.token_ids.astype(np.int32), sampled.logprobs)
-        token_ids[at] = sampled.token_ids
+    def _append(
+        self,
+        sequences: Int64Array,
+        token_ids: Int64Array,
+        logprobs: npt.NDArray[np.float32],
+        is_valid: npt.NDArray[np.bool_],
+    ) -> npt.NDArray[np.int8]:
+        """Gives every sequence its next token, if it has one; how each of them ends with it (`Ending`, int8 [N])."""
+        at = np.flatnonzero(is_valid)
+        valid, tokens = sequences[at], token_ids[at].astype(np.int32)
+        self._generated.append(valid, tokens, logprobs[at])
         self._metrics.generated_tokens += len(at)
-        return token_ids
-
-    def _sample_valid(self, step: Step, logits: torch.Tensor, at: Int64Array) -> tuple[Int64Array, Sampled]:
-        """Samples for the sequences `step.sampled[at]`, without those whose logits are not finite."""
-        sequences = step.sampled[at]
-        positions = self._generated.lengths[sequences].astype(np.int64)
-        try:
-            return at, sample(logits, self._sampling.take(sequences), positions, step.sampled_logits[at])
-        except InvalidLogitsError as invalid:
-            return self._sample_valid(step, logits, np.delete(at, invalid.rows))
+        endings = np.full(len(sequences), Ending.INVALID, np.int8)
+        endings[at] = self._endings.check(valid, tokens, self._generated)
+        self._collect(sequences, endings)
+        return endings
 
     def _collect(self, sequences: Int64Array, endings: npt.NDArray[np.int8]) -> None:
         ended = np.flatnonzero(endings != Ending.NONE)
+        self._has_ended[sequences[ended]] = True
         for sequence, ending in zip(sequences[ended].tolist(), endings[ended].tolist(), strict=True):
             if ending != Ending.INVALID:
                 self._completions[sequence] = Completion(
@@ -129,3 +177,11 @@ class Executor:
                     stop_string=self._endings.stop_string(sequence),
                 )
             self._generated.drop(sequence)
+
+    def _count(self, step: Step) -> None:
+        """A finished step; all time since the last one was is its."""
+        held_tokens = int(step.pages_held @ self._page_bytes) // self._bytes_per_token
+        self._metrics.peak_kv_tokens = max(self._metrics.peak_kv_tokens, held_tokens)
+        now = perf_counter()
+        self._metrics.count_step(step, now - self._counted_to - self._sampling_s, self._sampling_s)
+        self._counted_to, self._sampling_s = now, 0.0

@@ -24,6 +24,7 @@ class RunMetrics:
     generated_tokens: int = 0
     preempted_sequences: int = 0
     steps: int = 0
+    wasted_rows: int = 0  # of sequences that had ended when the step ran, which was not known when it was scheduled
     peak_kv_tokens: int = 0
     load_s: float = 0.0
     read_s: float = 0.0

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
@@ -13,17 +15,42 @@ from transformers import PreTrainedModel
 
 from batchkv.attention import IMPLEMENTATION, StepAttention
 from batchkv.kernels.attention import AttentionBackend
-from batchkv.kv_layout import KVLayout
-from batchkv.step import Step
+from batchkv.kv_layout import KVLayout, LayerSpec
+from batchkv.step import AttentionBatch, Step
+from batchkv.transfers import to_device
+
+if TYPE_CHECKING:
+    from batchkv.decode_graphs import DecodeGraphs
 
 ROW_MULTIPLE = 16
+
+
+@dataclass(frozen=True, slots=True)
+class PreparedStep:
+    """A step on the device, but for the tokens that the step before is still computing.
+
+    Attributes:
+        token_ids: int64 [T], filled up.
+        token_sources: int64 [T], which of the tokens sampled in the step before a token is, -1 where `token_ids` has
+            it; None if it has all.
+        num_logits: how many logits are wanted.
+        forward: from all token ids, int64 [T], to these logits and what fills them up.
+    """
+
+    token_ids: torch.Tensor
+    token_sources: torch.Tensor | None
+    num_logits: int
+    forward: Callable[[torch.Tensor], torch.Tensor]
 
 
 class ModelRunner:
     """One ragged forward pass `[1, T]` per step, without padding.
 
+    `prepare` is the host's part and needs nothing of the step before; `forward` is the device's.
+
     Args:
-        model: a decoder in place; it must be inside `paged_attention_of(model)` when steps run.
+        model: a decoder in place; it must be inside `paged_attention_of(model)` when steps run, and already here if
+            there are `graph_rows`.
         layout: its KV.
         backend: attention kernels.
         pool_pages: pages of each group of layers.
@@ -31,6 +58,7 @@ class ModelRunner:
         row_multiple: forward passes are filled up to a multiple of this many tokens and of logits. Products of few rows
             cost about the same; there are fewer sizes that libraries prepare for and that memory is split into; and
             a row's bits need not depend on how many rows there are (`batch_invariance`).
+        graph_rows: decode steps of up to so many rows are recorded as graphs; 0 is none. Needs the Triton kernels.
     """
 
     def __init__(
@@ -41,40 +69,99 @@ class ModelRunner:
         pool_pages: tuple[int, ...],
         page_size: int,
         row_multiple: int = ROW_MULTIPLE,
+        graph_rows: int = 0,
     ) -> None:
         self._model, self._layout, self._backend = model, layout, backend
         self._device, self._row_multiple = model.device, row_multiple
+        self._group_of = dict(zip(layout.layers, layout.layer_group, strict=True))
         self._pages = tuple(
             backend.allocate(pool_pages[group], page_size, spec, model.dtype, model.device)
             for spec, group in zip(layout.layers, layout.layer_group, strict=True)
         )
+        self._graphs = self._decode_graphs(pool_pages, graph_rows) if graph_rows else None
 
-    def forward(self, step: Step) -> torch.Tensor:
-        """Logits [L, V] of `step.logits_tokens`, in the model's dtype."""
-        group_of = dict(zip(self._layout.layers, self._layout.layer_group, strict=True))
-        plans = {spec: self._backend.plan(step.attention[group], spec) for spec, group in group_of.items()}
-        attention = StepAttention(
+    @property
+    def graphs(self) -> str | None:
+        """Whether decode steps are recorded: `recorded`, or why not; None if nobody asked for it."""
+        return self._graphs and (self._graphs.failure or "recorded")
+
+    def prepare(self, step: Step) -> PreparedStep:
+        """Plans the attention and brings the step to the device."""
+        batches = {spec: step.attention[group] for spec, group in self._group_of.items()}
+        graph = self._graphs.load(step, batches) if self._graphs else None
+        multiple = graph.rows if graph else self._row_multiple
+        is_known = bool((step.token_sources < 0).all())
+        return PreparedStep(
+            token_ids=self._filled(step.token_ids, multiple),
+            token_sources=None if is_known else self._filled(step.token_sources, multiple, -1),
+            num_logits=len(step.logits_tokens),
+            forward=graph.forward if graph else self._forward_of(step, batches),
+        )
+
+    def forward(self, prepared: PreparedStep, previous_tokens: torch.Tensor | None = None) -> torch.Tensor:
+        """Logits [L, V] of the step's `logits_tokens`, in the model's dtype.
+
+        Args:
+            prepared: the step.
+            previous_tokens: int64 [N] on the device, what the step before sampled; None if all tokens are known.
+        """
+        with torch.inference_mode():
+            return prepared.forward(_input_ids(prepared, previous_tokens))[: prepared.num_logits]
+
+    def _forward_of(
+        self, step: Step, batches: dict[LayerSpec, AttentionBatch]
+    ) -> Callable[[torch.Tensor], torch.Tensor]:
+        plans = {spec: self._backend.plan(batch, spec) for spec, batch in batches.items()}
+        return partial(
+            self._run_model,
+            positions=self._filled(step.positions, self._row_multiple),
+            logits_tokens=self._filled(step.logits_tokens, self._row_multiple),
+            attention=self._attention_of(plans, step.num_tokens),
+        )
+
+    def _attention_of(self, plans: Mapping[LayerSpec, Any], num_tokens: int) -> StepAttention:
+        return StepAttention(
             backend=self._backend,
             specs=self._layout.layers,
             pages=self._pages,
             plans=tuple(plans[spec] for spec in self._layout.layers),
-            num_tokens=step.num_tokens,
+            num_tokens=num_tokens,
         )
-        with torch.inference_mode():
-            output = self._model(
-                input_ids=self._filled(step.token_ids).unsqueeze(0),
-                position_ids=self._filled(step.positions).unsqueeze(0),
-                use_cache=False,
-                logits_to_keep=self._filled(step.logits_tokens),
-                step_attention=attention,
-            )
-        logits: torch.Tensor = output.logits[0, : len(step.logits_tokens)]
+
+    def _run_model(
+        self, input_ids: torch.Tensor, positions: torch.Tensor, logits_tokens: torch.Tensor, attention: StepAttention
+    ) -> torch.Tensor:
+        output = self._model(
+            input_ids=input_ids.unsqueeze(0),
+            position_ids=positions.unsqueeze(0),
+            use_cache=False,
+            logits_to_keep=logits_tokens,
+            step_attention=attention,
+        )
+        logits: torch.Tensor = output.logits[0]
         return logits
 
-    def _filled(self, numbers: npt.NDArray[np.int64]) -> torch.Tensor:
-        """On the device, with zeros up to the next multiple; nothing stays nothing."""
-        filled = np.pad(numbers, (0, -len(numbers) % self._row_multiple))
-        return torch.from_numpy(filled).to(self._device)
+    def _decode_graphs(self, pool_pages: tuple[int, ...], max_rows: int) -> DecodeGraphs:
+        from batchkv.decode_graphs import DecodeGraphs  # Triton is not there on every system
+
+        num_pages = {spec: pool_pages[group] for spec, group in self._group_of.items()}
+        with torch.inference_mode():
+            return DecodeGraphs(self._backend, num_pages, self._run_model, self._attention_of, max_rows, self._device)
+
+    def _filled(self, numbers: npt.NDArray[np.int64], multiple: int, filling: int = 0) -> torch.Tensor:
+        """On the device, filled up to the next multiple; nothing stays nothing."""
+        filled = np.pad(numbers, (0, -len(numbers) % multiple), constant_values=filling)
+        return to_device(filled, self._device)
+
+
+def _input_ids(prepared: PreparedStep, previous_tokens: torch.Tensor | None) -> torch.Tensor:
+    """int64 [T]: all token ids, without the host knowing them."""
+    sources = prepared.token_sources
+    if sources is None:
+        return prepared.token_ids
+    if previous_tokens is None:
+        raise ValueError("a step with tokens of the step before needs previous_tokens")
+    return torch.where(sources < 0, prepared.token_ids, previous_tokens[sources.clamp(min=0)])
 
 
 @contextmanager

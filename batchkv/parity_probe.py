@@ -103,7 +103,7 @@ def _run(
     with paged_attention_of(model):
         while not scheduler.is_done:
             step = scheduler.schedule()
-            logits_NV = runner.forward(step)[torch.from_numpy(step.sampled_logits)]
+            logits_NV = runner.forward(runner.prepare(step))[torch.from_numpy(step.sampled_logits)]
             generated.append(
                 step.sampled,
                 logits_NV.argmax(dim=1).numpy().astype(np.int32),

@@ -148,6 +148,10 @@ class Residency:
         """The sequence in flight that comes last in execution order."""
         return int(np.flatnonzero(self._in_flight)[-1])
 
+    def is_resident(self, node: int) -> bool:
+        """Whether the node is prefilled or to be."""
+        return bool(self._is_resident[node])
+
     def is_prefilled(self, node: int) -> bool:
         handle = self._node_handle[node : node + 1]
         return bool(handle != _NONE and self.cache.lengths(handle) == self._plan.trie.end[node])

@@ -19,6 +19,7 @@ import torch
 
 from batchkv.random_numbers import uniforms
 from batchkv.sampling_params import SamplingParams
+from batchkv.transfers import to_device
 
 # Tokens whose weights are summed together for the two-level search of the inverse CDF: near the square root
 # of common vocabularies (49k to 262k), where the two levels cost the same.
@@ -30,20 +31,6 @@ _WIDTHS = (64, 1024)
 # device; sorting whole rows takes some ten times as much.
 _CHUNK_BYTES_CPU = 4 << 20
 _CHUNK_BYTES = 16 << 20
-
-
-class InvalidLogitsError(ValueError):
-    """Some rows have no distribution to sample from: a NaN, a +inf, or every token masked with -inf.
-
-    Sampling is stateless: the caller drops these rows and samples the others again.
-
-    Attributes:
-        rows: indices into the batch, ascending.
-    """
-
-    def __init__(self, rows: tuple[int, ...]) -> None:
-        super().__init__(f"logits of batch rows {list(rows)} hold NaN or +inf, or mask every token")
-        self.rows = rows
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,16 +83,19 @@ class SamplingBatch:
 
 @dataclass(frozen=True, slots=True)
 class Sampled:
-    """The next token of each of B rows.
+    """The next token of each of B rows, on the device of the logits, which may still be computing it.
 
     Attributes:
-        token_ids: int64 [B].
+        token_ids: int64 [B], each in the vocabulary.
         logprobs: float32 [B], log-softmax of logits / temperature (greedy rows: of the logits) at the token,
             before any filter.
+        is_valid: bool [B], false where there is no distribution to sample from: the logits hold a NaN or a +inf, or
+            mask every token with -inf. The row's token and logprob mean nothing then.
     """
 
-    token_ids: npt.NDArray[np.int64]
-    logprobs: npt.NDArray[np.float32]
+    token_ids: torch.Tensor
+    logprobs: torch.Tensor
+    is_valid: torch.Tensor
 
 
 @torch.no_grad()
@@ -128,7 +118,6 @@ def sample(
         logits_rows: int64 [B], which of the L logits each row is drawn from; by default there is one for each.
 
     Raises:
-        InvalidLogitsError: names the rows that cannot be sampled.
         ValueError: the arguments have different numbers of rows.
     """
     if logits_rows is None:
@@ -140,16 +129,15 @@ def sample(
         )
     uniforms_B = uniforms(batch.key, positions)
     # Made before the chunks: results allocated between their temporaries would keep the heap from reusing these.
-    token_ids_B = np.empty(len(batch), np.int64)
-    logprobs_B, best_B = np.empty(len(batch), np.float32), np.empty(len(batch), np.float32)
+    device = logits_LV.device
+    token_ids_B = torch.empty(len(batch), dtype=torch.int64, device=device)
+    logprobs_B, best_B = (torch.empty(len(batch), dtype=torch.float32, device=device) for _ in range(2))
     for kind, rows in _chunks(batch, logits_LV):
-        params = _Rows.on(logits_LV.device, batch.take(rows), uniforms_B[rows])
+        params = _Rows.on(device, batch.take(rows), uniforms_B[rows])
         drawn = _draw_chunk(_select(logits_LV, logits_rows[rows]), kind, params)
-        token_ids_B[rows], logprobs_B[rows], best_B[rows] = (result.cpu().numpy() for result in drawn)
-    invalid = np.flatnonzero(~np.isfinite(best_B))
-    if len(invalid):
-        raise InvalidLogitsError(tuple(invalid.tolist()))
-    return Sampled(token_ids_B, logprobs_B)
+        at = to_device(rows, device)
+        token_ids_B[at], logprobs_B[at], best_B[at] = drawn
+    return Sampled(token_ids_B, logprobs_B, best_B.isfinite())
 
 
 class _Kind(IntEnum):
@@ -174,7 +162,7 @@ class _Rows:
     def on(cls, device: torch.device, batch: SamplingBatch, uniforms_B: npt.NDArray[np.float64]) -> _Rows:
         temperature_B = np.where(batch.temperature == 0, np.float32(1), batch.temperature)
         arrays = (temperature_B, batch.top_k.astype(np.int64), batch.top_p, batch.min_p, uniforms_B)
-        return cls(*(torch.from_numpy(array).to(device) for array in arrays))
+        return cls(*(to_device(array, device) for array in arrays))
 
     def take(self, indices: torch.Tensor) -> _Rows:
         return _Rows(
@@ -204,7 +192,7 @@ def _select(logits_LV: torch.Tensor, rows: npt.NDArray[np.int64]) -> torch.Tenso
     first = int(rows[0])
     if np.array_equal(rows, np.arange(first, first + len(rows))):
         return logits_LV[first : first + len(rows)].float()
-    return logits_LV[torch.from_numpy(rows).to(logits_LV.device)].float()
+    return logits_LV[to_device(rows, logits_LV.device)].float()
 
 
 def _draw_chunk(logits_BV: torch.Tensor, kind: _Kind, rows: _Rows) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:

@@ -48,7 +48,7 @@ class _Rows:
     Attributes:
         order: int64 [rows], place in depth-first order.
         handles, counts: int64 [rows], sequences in the cache and their new tokens.
-        token_ids: int64 [tokens], row by row.
+        token_ids, token_sources: int64 [tokens], row by row, as in `Step`.
         appended: where the tokens go.
         sampled, sampled_row: int64 [sequences], who samples from the last token of which of these rows.
         completes: the prefill that the chunk is the last one of.
@@ -58,6 +58,7 @@ class _Rows:
     handles: Int64Array
     counts: Int64Array
     token_ids: Int64Array
+    token_sources: Int64Array
     appended: Appended
     sampled: Int64Array
     sampled_row: Int64Array
@@ -67,11 +68,15 @@ class _Rows:
 class Scheduler:
     """Turns a plan into steps: `schedule` one, then `update` with the sequences that ended, until `is_done`.
 
+    A step may be scheduled before the tokens of the one before it are known. What can be told without them happens at
+    once: who starts, and who ends by length. Who ended by a token is told by `update`, and may have one more row by
+    then, whose result nobody takes.
+
     Args:
         plan: what to run.
         arena: the prompts.
         layout: KV of the model.
-        generated: the tokens that the caller appends between `schedule` and `update`.
+        generated: the tokens, which the caller appends between `schedule` and `update` of the step that sampled them.
         max_batch_rows: most sequences in flight.
         max_batch_tokens: most tokens in a step.
     """
@@ -103,20 +108,16 @@ class Scheduler:
         self._waiting: dict[int, list[int]] = {}  # node -> admitted sequences that wait for its prefill
         self._prefills: deque[Prefill] = deque()
         self._prefilled_to = plan.trie.start.astype(np.int64)  # of each node, ever
-        self._completed: list[Prefill] = []  # by the step under way
-        self._touched = np.zeros(0, np.int64)  # handles of the step under way
+        self._drawn = np.zeros(len(plan.sequences), np.int32)  # tokens sampled by the steps so far, known or not yet
+        self._place = np.full(len(plan.sequences), -1, np.int64)  # in `sampled` of the last step that has the sequence
 
     @property
     def is_done(self) -> bool:
+        """Whether there is no further step; tokens of the last one may still be on their way."""
         return self._num_unfinished == 0
 
-    @property
-    def pages_held(self) -> Int64Array:
-        """int64 [groups]: KV pages in use."""
-        return self._cache.num_held
-
     def schedule(self) -> Step:
-        """The next step. Its keys must be stored and its sequences sampled before `update`."""
+        """The next step, to be run after all those before it. `update` must have been called for all but the last."""
         self._make_room()
         self._admit()
         parts = self._decode_rows()
@@ -133,24 +134,45 @@ class Scheduler:
                 self._prefills.popleft()
         if not parts:
             raise RuntimeError("nothing can be scheduled although sequences are unfinished")
-        return self._assemble(parts, prefilled, recomputed)
+        step = self._assemble(parts, prefilled, recomputed)
+        self._advance(step, parts)
+        return step
 
     def update(self, step: Step, ended: npt.NDArray[np.bool_]) -> None:
-        """Takes note of the sequences of `step.sampled` that ended, and lets those start that waited for the step."""
-        self._cache.trim(self._touched)
+        """Takes note of the sequences of `step.sampled` that ended with the tokens they got.
+
+        Those that have all the tokens they may have are known to have ended before.
+        """
         ending = step.sampled[ended]
+        ending = ending[~self._has_ended[ending]]
         self._has_ended[ending] = True
-        self._running = self._running[~self._has_ended[self._running]]
-        for prefill in self._completed:
+        self._leave(ending, self._generated.lengths)
+
+    def _advance(self, step: Step, parts: list[_Rows]) -> None:
+        """What follows from a step whatever its tokens are: who ends by length, and who starts that waited for it."""
+        self._cache.trim(np.concatenate([part.handles for part in parts]))
+        self._drawn[step.sampled] += 1
+        self._place[step.sampled] = np.arange(len(step.sampled))
+        full = step.sampled[self._drawn[step.sampled] >= self._plan.sequences.max_new_tokens[step.sampled]]
+        self._has_ended[full] = True
+        for prefill in (part.completes for part in parts):
             if isinstance(prefill, SequencePrefill):
                 self._run(prefill.sequence)
-            else:
+            elif prefill is not None:
                 for sequence in self._waiting.pop(prefill.node, []):
                     if not self._has_ended[sequence]:
                         self._start(sequence)
-        for sequence in ending.tolist():
-            self._residency.finish(sequence, int(self._generated.lengths[sequence]))
-        self._num_unfinished -= len(ending)
+        self._leave(full, self._drawn)
+
+    def _leave(self, ended: Int64Array, num_generated: npt.NDArray[np.int32]) -> None:
+        """Frees all that only sequences that have ended needed. num_generated: int32 [sequences]."""
+        self._running = self._running[~self._has_ended[self._running]]
+        for sequence in ended.tolist():
+            waited = self._stop_waiting(sequence)
+            self._residency.finish(sequence, int(num_generated[sequence]))
+            if waited:  # for a node that had been dropped after it gave the first token: nobody else may need it
+                self._prefills = deque(prefill for prefill in self._prefills if self._is_wanted(prefill))
+        self._num_unfinished -= len(ended)
 
     # -- admission
 
@@ -159,7 +181,7 @@ class Scheduler:
             sequence = self._peek()
             if sequence is None:
                 return
-            num_generated = int(self._generated.lengths[sequence])
+            num_generated = int(self._drawn[sequence])
             if not self._residency.fits(sequence, num_generated):
                 # nodes that preempted sequences left behind must not keep the only one out
                 if self._residency.num_in_flight or not self._drop_idle_nodes(keep_above=sequence):
@@ -190,9 +212,9 @@ class Scheduler:
             self._next = sequence + 1
 
     def _start(self, sequence: int) -> None:
-        """The sequence's prompt is prefilled and its first token is known."""
+        """The sequence's prompt is prefilled and its first token is sampled."""
         self._residency.begin_sequence(sequence)
-        if self._generated.lengths[sequence] > 1:
+        if self._drawn[sequence] > 1:
             self._prefills.appendleft(SequencePrefill(sequence))
         else:
             self._run(sequence)
@@ -219,13 +241,22 @@ class Scheduler:
     def _preempt(self, sequence: int) -> None:
         self._residency.withdraw(sequence)
         self._running = self._running[self._running != sequence]
-        waiting = self._waiting.get(self._residency.node_of(sequence), [])
-        if sequence in waiting:
-            waiting.remove(sequence)
+        self._stop_waiting(sequence)
         if SequencePrefill(sequence) in self._prefills:
             self._prefills.remove(SequencePrefill(sequence))
         heapq.heappush(self._preempted, sequence)
         self.preempted_sequences += 1
+
+    def _stop_waiting(self, sequence: int) -> bool:
+        """Whether the sequence was waiting for the prefill of its node."""
+        waiting = self._waiting.get(self._residency.node_of(sequence), [])
+        if sequence not in waiting:
+            return False
+        waiting.remove(sequence)
+        return True
+
+    def _is_wanted(self, prefill: Prefill) -> bool:
+        return isinstance(prefill, SequencePrefill) or self._residency.is_resident(prefill.node)
 
     # -- rows
 
@@ -235,12 +266,14 @@ class Scheduler:
         if len(sequences) == 0:
             return []
         handles, counts = self._residency.handles(sequences), np.ones(len(sequences), np.int64)
+        is_known = self._generated.lengths[sequences] == self._drawn[sequences]
         return [
             _Rows(
                 order=2 * sequences + 1,
                 handles=handles,
                 counts=counts,
-                token_ids=self._generated.last_token[sequences].astype(np.int64),
+                token_ids=np.where(is_known, self._generated.last_token[sequences], 0).astype(np.int64),
+                token_sources=np.where(is_known, -1, self._place[sequences]),
                 appended=self._cache.append(handles, counts),
                 sampled=sequences,
                 sampled_row=np.arange(len(sequences)),
@@ -257,7 +290,7 @@ class Scheduler:
         else:
             handle = int(self._residency.handles(np.array([prefill.sequence]))[0])
             start = int(self._plan.trie.end[self._residency.node_of(prefill.sequence)])
-            token_ids = self._generated.tokens(prefill.sequence)[:-1]
+            token_ids = self._generated.tokens(prefill.sequence)[: self._drawn[prefill.sequence] - 1]
             order = 2 * prefill.sequence + 1
         handles = np.array([handle])
         rest = token_ids[int(self._cache.lengths(handles)[0]) - start :]
@@ -272,6 +305,7 @@ class Scheduler:
             handles=handles,
             counts=counts,
             token_ids=rest[:count].astype(np.int64),
+            token_sources=np.full(count, -1),
             appended=self._cache.append(handles, counts),
             sampled=sampled,
             sampled_row=np.zeros_like(sampled),
@@ -284,7 +318,7 @@ class Scheduler:
         if prompt < 0:
             return np.zeros(0, np.int64)
         sequences = np.arange(self._first_sequence[prompt], self._first_sequence[prompt + 1])
-        wants: npt.NDArray[np.bool_] = (self._generated.lengths[sequences] == 0) & ~self._has_ended[sequences]
+        wants: npt.NDArray[np.bool_] = (self._drawn[sequences] == 0) & ~self._has_ended[sequences]
         return sequences[wants]
 
     def _count_recomputed(self, prefill: Prefill, count: int) -> int:
@@ -315,10 +349,9 @@ class Scheduler:
         rows_before = np.cumsum([0] + [len(part.handles) for part in parts[:-1]])
         sampled_row = np.concatenate([part.sampled_row + n for part, n in zip(parts, rows_before, strict=True)])
         wanted, sampled_logits = np.unique(new_row[sampled_row], return_inverse=True)
-        self._touched = handles
-        self._completed = [part.completes for part in parts if part.completes is not None]
         return Step(
             token_ids=np.concatenate([part.token_ids for part in parts])[token],
+            token_sources=np.concatenate([part.token_sources for part in parts])[token],
             positions=attention[0].query_positions,
             attention=attention,
             logits_tokens=cu_seqlens[1:][wanted] - 1,
@@ -326,6 +359,7 @@ class Scheduler:
             sampled_logits=sampled_logits,
             prefill_tokens=prefill_tokens,
             recomputed_tokens=recomputed_tokens,
+            pages_held=self._cache.num_held,
         )
 
     def _attention_batch(

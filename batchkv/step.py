@@ -58,7 +58,8 @@ class Step:
     """What the model is given, and who wants its logits.
 
     Attributes:
-        token_ids: int64 [T].
+        token_ids: int64 [T]; 0 where the id is still on its way from the step before.
+        token_sources: int64 [T], which of the tokens sampled in the step before that one is; -1 where the id is known.
         positions: int64 [T], absolute.
         attention: one batch per group of layers.
         logits_tokens: int64 [L], the tokens of the step whose logits are wanted.
@@ -66,9 +67,11 @@ class Step:
         sampled_logits: int64 [N], which of the L logits each of them samples from (all samples of a prompt from one).
         prefill_tokens: tokens that go through the model as prompt, recomputed ones included.
         recomputed_tokens: of these, tokens that went through it before and were given up under memory pressure.
+        pages_held: int64 [groups], KV pages in use while the step runs.
     """
 
     token_ids: Int64Array
+    token_sources: Int64Array
     positions: Int64Array
     attention: tuple[AttentionBatch, ...]
     logits_tokens: Int64Array
@@ -76,6 +79,7 @@ class Step:
     sampled_logits: Int64Array
     prefill_tokens: int
     recomputed_tokens: int
+    pages_held: Int64Array
 
     @property
     def num_tokens(self) -> int:

@@ -46,7 +46,7 @@ def steps_of(name: str, kv_tokens: int = 93_206) -> Iterator[Scheduled]:
     scheduler = Scheduler(plan, arena, LAYOUT, generated, max_batch_rows=256, max_batch_tokens=512)
     while not scheduler.is_done:
         step = scheduler.schedule()
-        yield Scheduled(plan, step, generated, int(scheduler.pages_held[0]) * plan.memory.page_size)
+        yield Scheduled(plan, step, generated, int(step.pages_held[0]) * plan.memory.page_size)
         zeros = np.zeros(len(step.sampled))
         generated.append(step.sampled, zeros.astype(np.int32), zeros.astype(np.float32))
         scheduler.update(step, generated.lengths[step.sampled] == plan.sequences.max_new_tokens[step.sampled])

@@ -180,64 +180,113 @@ class Run:
     prefill_tokens: int = 0
     recomputed_tokens: int = 0
     decoded_tokens: int = 0
+    wasted_rows: int = 0
     most_in_flight: int = 0
     texts: Counter[Text] = field(default_factory=Counter)
 
+    def count(self, step: Step, texts: list[Text]) -> None:
+        self.steps += 1
+        self.prefill_tokens += step.prefill_tokens
+        self.recomputed_tokens += step.recomputed_tokens
+        self.decoded_tokens += step.num_tokens - step.prefill_tokens
+        self.texts.update(texts)
+        assert self.steps < 5_000
 
-def drive(case: Case) -> Run:
-    """Runs a case to its end and checks every step."""
-    plan, arena = case.plan(), case.arena
-    generated = GeneratedTokens(len(plan.sequences))
-    scheduler = Scheduler(
-        plan,
-        arena,
-        case.layout,
-        generated,
-        max_batch_rows=case.max_batch_rows,
-        max_batch_tokens=case.max_batch_tokens,
-    )
-    shadow = Shadow(plan.memory.pool_pages, plan.memory.page_size)
-    prompts = [case.prompts[row] for row in plan.sequences.row.tolist()]
-    outputs: list[list[int]] = [[] for _ in prompts]
-    ended = np.zeros(len(prompts), bool)
-    run = Run(plan)
-    while not scheduler.is_done:
-        step = scheduler.schedule()
-        texts = shadow.run(step)
-        _check_limits(case, plan, scheduler, step, texts)
-        sampled_text = [texts[i] for i in step.logits_tokens[step.sampled_logits].tolist()]
+
+class Driver:
+    """Runs a case to its end and checks every step.
+
+    With `overlap` a step is run only when the next one has been scheduled: what a device does may be as late as that.
+    """
+
+    def __init__(self, case: Case, *, overlap: bool) -> None:
+        self.case, self.overlap, self.plan = case, overlap, case.plan()
+        num_sequences = len(self.plan.sequences)
+        self.generated = GeneratedTokens(num_sequences)
+        self.scheduler = Scheduler(
+            self.plan,
+            case.arena,
+            case.layout,
+            self.generated,
+            max_batch_rows=case.max_batch_rows,
+            max_batch_tokens=case.max_batch_tokens,
+        )
+        self.shadow = Shadow(self.plan.memory.pool_pages, self.plan.memory.page_size)
+        self.outputs: list[list[int]] = [[] for _ in range(num_sequences)]
+        self.ended_in = np.full(num_sequences, -1)  # number of the step, once ended
+        self.drawn = np.zeros(0, np.int64)  # tokens that the last step run has sampled
+        self.run = Run(self.plan)
+
+    def drive(self) -> Run:
+        launched: Step | None = None
+        while not self.scheduler.is_done:
+            step = self.scheduler.schedule()
+            self._check_scheduled(step)
+            if launched is not None:
+                self._finish(launched)
+            launched = step
+            if not self.overlap:
+                self._finish(launched)
+                launched = None
+        if launched is not None:
+            self._finish(launched)
+        assert (self.ended_in >= 0).all()
+        assert not self.scheduler._cache.num_held.any()
+        assert self.scheduler._cache.num_sequences == 1  # the empty root
+        self.run.preempted = self.scheduler.preempted_sequences
+        _check_totals(self.case, self.run)
+        return self.run
+
+    def _check_scheduled(self, step: Step) -> None:
+        self.scheduler._cache.check_integrity()
+        assert self.scheduler._residency.num_in_flight <= self.case.max_batch_rows
         assert len(set(step.sampled.tolist())) == len(step.sampled)
-        assert not ended[step.sampled].any()
+        assert self.overlap or (step.token_sources < 0).all()
+        self.run.most_in_flight = max(self.run.most_in_flight, self.scheduler._residency.num_in_flight)
+
+    def _finish(self, step: Step) -> None:
+        """Runs a step, samples from it and tells the scheduler."""
+        is_late = step.token_sources >= 0
+        step.token_ids[is_late] = self.drawn[step.token_sources[is_late]]
+        texts = self.shadow.run(step)
+        _check_limits(self.case, self.plan, step, texts)
+        sampled_text = [texts[i] for i in step.logits_tokens[step.sampled_logits].tolist()]
         ends = np.zeros(len(step.sampled), bool)
-        valid = np.ones(len(step.sampled), bool)
+        self.drawn = np.zeros(len(step.sampled), np.int64)
         for i, (sequence, text) in enumerate(zip(step.sampled.tolist(), sampled_text, strict=True)):
-            output = outputs[sequence]
-            assert text == (*prompts[sequence], *output)  # what the model saw is all there is, in order
-            last, fails = _last(case, plan, sequence)
-            ends[i] = len(output) + 1 == last
-            valid[i] = not (fails and ends[i])
-            if valid[i]:
-                output.append(FIRST_GENERATED + MOST_NEW_TOKENS * sequence + len(output))
-        tokens = np.array([outputs[sequence][-1] for sequence in step.sampled[valid].tolist()], np.int32)
-        generated.append(step.sampled[valid], tokens, np.zeros(len(tokens), np.float32))
-        for sequence in step.sampled[ends].tolist():
-            generated.drop(sequence)
-        ended[step.sampled[ends]] = True
-        scheduler.update(step, ends)
-        scheduler._cache.check_integrity()
-        run.steps += 1
-        run.prefill_tokens += step.prefill_tokens
-        run.recomputed_tokens += step.recomputed_tokens
-        run.decoded_tokens += step.num_tokens - step.prefill_tokens
-        run.most_in_flight = max(run.most_in_flight, scheduler._residency.num_in_flight)
-        run.texts.update(texts)
-        assert run.steps < 5_000
-    assert ended.all()
-    assert not scheduler.pages_held.any()
-    assert scheduler._cache.num_sequences == 1  # the empty root
-    run.preempted = scheduler.preempted_sequences
-    _check_totals(case, run)
-    return run
+            self.drawn[i], ends[i] = self._sample(sequence, text)
+        self.scheduler.update(step, ends)
+        self.scheduler._cache.check_integrity()
+        self.run.count(step, texts)
+
+    def _sample(self, sequence: int, text: Text) -> tuple[int, bool]:
+        """The token that is sampled after a text, and whether its sequence ends with it."""
+        output = self.outputs[sequence]
+        token = FIRST_GENERATED + MOST_NEW_TOKENS * sequence + len(output)
+        seen = (*self.case.prompts[self.plan.sequences.row[sequence]], *output)
+        if self.ended_in[sequence] >= 0:  # a token of it may be there that nobody took
+            assert self.overlap
+            assert self.ended_in[sequence] == self.run.steps - 1
+            assert text[: len(seen)] == seen
+            self.run.wasted_rows += 1
+            return token, False
+        assert text == seen  # what the model saw is all there is, in order
+        last, fails = _last(self.case, self.plan, sequence)
+        ends = len(output) + 1 == last
+        if not (fails and ends):
+            output.append(token)
+            self.generated.append(np.array([sequence]), np.array([token], np.int32), np.zeros(1, np.float32))
+        if ends:
+            self.generated.drop(sequence)
+            self.ended_in[sequence] = self.run.steps
+        return token, ends
+
+
+def drive(case: Case, *, overlap: bool) -> Run:
+    return Driver(case, overlap=overlap).drive()
+
+
+in_both_modes = pytest.mark.parametrize("overlap", [False, True], ids=["plain", "overlap"])
 
 
 def _last(case: Case, plan: Plan, sequence: int) -> tuple[int, bool]:
@@ -248,13 +297,12 @@ def _last(case: Case, plan: Plan, sequence: int) -> tuple[int, bool]:
     return min(most, ends_at[sample % len(ends_at)]), (row, sample) in case.fails
 
 
-def _check_limits(case: Case, plan: Plan, scheduler: Scheduler, step: Step, texts: list[Text]) -> None:
+def _check_limits(case: Case, plan: Plan, step: Step, texts: list[Text]) -> None:
     assert 0 < step.num_tokens <= case.max_batch_tokens
-    assert scheduler._residency.num_in_flight <= case.max_batch_rows
     assert sum(text[-1] < FIRST_GENERATED for text in texts) <= step.prefill_tokens
     decoding = {text[-1] // MOST_NEW_TOKENS for text in texts if text[-1] >= FIRST_GENERATED}
     assert len(decoding) <= case.max_batch_rows
-    held = scheduler.pages_held
+    held = step.pages_held
     page_bytes = np.array(case.layout.group_bytes_per_token) * plan.memory.page_size
     assert (held <= np.array(plan.memory.pool_pages)).all()
     assert held @ page_bytes // case.layout.bytes_per_token <= plan.memory.peak_tokens  # both in whole tokens
@@ -336,6 +384,7 @@ def cases(draw: st.DrawFn) -> Case:
     )
 
 
+@in_both_modes
 @given(cases())
 @example(  # the peak is no whole number of tokens: a token takes two bytes, one in each group
     Case(
@@ -350,8 +399,10 @@ def cases(draw: st.DrawFn) -> Case:
     )
 )
 @settings(max_examples=60)
-def test_every_sequence_sees_exactly_its_tokens_and_every_trie_token_is_computed_once(case: Case) -> None:
-    assert drive(case).preempted == 0  # too few end for a guess at how long the others get
+def test_every_sequence_sees_exactly_its_tokens_and_every_trie_token_is_computed_once(
+    overlap: bool, case: Case
+) -> None:
+    assert drive(case, overlap=overlap).preempted == 0  # too few end for a guess at how long the others get
 
 
 @st.composite
@@ -372,10 +423,11 @@ def surprises(draw: st.DrawFn) -> Case:
     )
 
 
+@in_both_modes
 @given(surprises())
 @settings(max_examples=60)
-def test_nothing_is_lost_when_sequences_outgrow_what_was_expected(case: Case) -> None:
-    drive(case)
+def test_nothing_is_lost_when_sequences_outgrow_what_was_expected(overlap: bool, case: Case) -> None:
+    drive(case, overlap=overlap)
 
 
 def surprise(
@@ -400,7 +452,8 @@ def surprise(
     )
 
 
-def test_a_preempted_sequence_that_ends_with_a_siblings_prefill_does_not_come_back() -> None:
+@in_both_modes
+def test_a_preempted_sequence_that_ends_with_a_siblings_prefill_does_not_come_back(overlap: bool) -> None:
     case = surprise(
         ("1", 2, 8, (8,)),
         ("222", 2, 8, (8,)),
@@ -411,10 +464,11 @@ def test_a_preempted_sequence_that_ends_with_a_siblings_prefill_does_not_come_ba
         rows_at_once=8,
         max_batch_tokens=4,
     )
-    assert drive(case).preempted > 0
+    assert drive(case, overlap=overlap).preempted > 0
 
 
-def test_nodes_that_preempted_sequences_left_behind_do_not_keep_the_last_one_out() -> None:
+@in_both_modes
+def test_nodes_that_preempted_sequences_left_behind_do_not_keep_the_last_one_out(overlap: bool) -> None:
     case = surprise(
         ("22", 1, 6, (12,)),
         ("22102011112122", 2, 6, (12, 1)),
@@ -427,10 +481,11 @@ def test_nodes_that_preempted_sequences_left_behind_do_not_keep_the_last_one_out
         rows_at_once=6,
         max_batch_tokens=9,
     )
-    assert drive(case).preempted > 0
+    assert drive(case, overlap=overlap).preempted > 0
 
 
-def test_a_node_that_starts_in_the_step_that_ends_its_parent_holds_nothing_behind_the_window() -> None:
+@in_both_modes
+def test_a_node_that_starts_in_the_step_that_ends_its_parent_holds_nothing_behind_the_window(overlap: bool) -> None:
     case = surprise(
         ("0010", 1, 12, (12,)),
         ("0010000001121001", 1, 7, (12,)),
@@ -443,34 +498,37 @@ def test_a_node_that_starts_in_the_step_that_ends_its_parent_holds_nothing_behin
         rows_at_once=3,
         max_batch_tokens=7,
     )
-    assert drive(case).preempted > 0
+    assert drive(case, overlap=overlap).preempted > 0
 
 
+@in_both_modes
 @pytest.mark.parametrize(
     ("layout", "extra_bytes", "page_size"), [("full", 90, 4), ("hybrid", 200, 2), ("windowed", 80, 3)]
 )
 def test_preempted_sequences_are_computed_again_and_that_is_counted(
-    layout: str, extra_bytes: int, page_size: int
+    layout: str, extra_bytes: int, page_size: int, overlap: bool
 ) -> None:
     """Forty sequences end after a token or two, and then come some that take all they may have."""
     headers = ["12345678", "8765", "33333333333"]
     short = [(f"71{i // 10}{i % 10}", 1, 20, (1 + i % 2,)) for i in range(40)]
     long = [(headers[i % 3] + str(i) * (i % 4), 3 if i % 5 == 0 else 1, 20, (20,)) for i in range(1, 12)]
     case = surprise(*short, *long, layout=layout, extra_bytes=extra_bytes, rows_at_once=16, max_batch_tokens=32)
-    run = drive(replace(case, page_size=page_size))
+    run = drive(replace(case, page_size=page_size), overlap=overlap)
     assert run.preempted > 0
     assert run.recomputed_tokens > 0
     assert run.most_in_flight > run.plan.memory.window_rows  # what the guess was for
 
 
-def test_without_early_ends_nothing_is_preempted_however_tight_the_budget() -> None:
+@in_both_modes
+def test_without_early_ends_nothing_is_preempted_however_tight_the_budget(overlap: bool) -> None:
     rows = [("1" * (1 + i % 5) + "2" * (i % 3), 1 + i % 2, 1 + i % 9, (9,)) for i in range(50)]
     case = surprise(*rows, layout="hybrid", extra_bytes=40, rows_at_once=16, max_batch_tokens=16)
-    run = drive(replace(case, ends_at=()))
+    run = drive(replace(case, ends_at=()), overlap=overlap)
     assert run.preempted == run.recomputed_tokens == 0
 
 
-def test_with_memory_to_spare_nothing_is_preempted_though_a_straggler_runs_on() -> None:
+@in_both_modes
+def test_with_memory_to_spare_nothing_is_preempted_though_a_straggler_runs_on(overlap: bool) -> None:
     """Forty rows end early, and then come rows under a long header, while the first row goes on and on."""
     straggler = ("9", 1, 60, (60,))
     early = [(f"1{i // 10}{i % 10}", 1, 10, (1,)) for i in range(40)]
@@ -479,17 +537,19 @@ def test_with_memory_to_spare_nothing_is_preempted_though_a_straggler_runs_on() 
         straggler, *early, *under_header, layout="full", extra_bytes=100_000, rows_at_once=8, max_batch_tokens=32
     )
     case = replace(case, prompts=case.prompts[1:], params=case.params[1:], ends_at=case.ends_at[1:])
-    assert drive(case).preempted == 0
+    assert drive(case, overlap=overlap).preempted == 0
 
 
-def test_decode_and_prefill_share_a_step() -> None:
+@in_both_modes
+def test_decode_and_prefill_share_a_step(overlap: bool) -> None:
     rows = [(str(i) * 6, 1, 8, (8,)) for i in range(8)]
     case = surprise(*rows, layout="full", extra_bytes=10_000, rows_at_once=4, max_batch_tokens=8)
-    run = drive(replace(case, prompts=case.prompts[1:], params=case.params[1:], ends_at=()))
+    run = drive(replace(case, prompts=case.prompts[1:], params=case.params[1:], ends_at=()), overlap=overlap)
     assert run.prefill_tokens == 48
     assert run.steps < 6 + 8 * 8 / 4 + 6  # far fewer than one after the other
 
 
-def test_a_job_without_rows_that_can_run_is_done_at_once() -> None:
+@in_both_modes
+def test_a_job_without_rows_that_can_run_is_done_at_once(overlap: bool) -> None:
     case = Case((), (), LAYOUTS["full"], 100, 4, 4)
-    assert drive(case).steps == 0
+    assert drive(case, overlap=overlap).steps == 0
