@@ -52,6 +52,7 @@ class ModelRunner:
         model: a decoder in place; it must be inside `paged_attention_of(model)` when steps run, and already here if
             there are `graph_rows`.
         layout: its KV.
+        kv_dtype: in which the pages are kept.
         backend: attention kernels.
         pool_pages: pages of each group of layers.
         page_size: tokens per page.
@@ -65,6 +66,7 @@ class ModelRunner:
         self,
         model: PreTrainedModel,
         layout: KVLayout,
+        kv_dtype: torch.dtype,
         backend: AttentionBackend[Any, Any],
         pool_pages: tuple[int, ...],
         page_size: int,
@@ -75,7 +77,7 @@ class ModelRunner:
         self._device, self._row_multiple = model.device, row_multiple
         self._group_of = dict(zip(layout.layers, layout.layer_group, strict=True))
         self._pages = tuple(
-            backend.allocate(pool_pages[group], page_size, spec, model.dtype, model.device)
+            backend.allocate(pool_pages[group], page_size, spec, kv_dtype, model.device)
             for spec, group in zip(layout.layers, layout.layer_group, strict=True)
         )
         self._graphs = self._decode_graphs(pool_pages, graph_rows) if graph_rows else None

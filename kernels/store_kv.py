@@ -21,13 +21,14 @@ def store_kv(
     DIM: tl.constexpr,
     DIM_BLOCK: tl.constexpr,
     HEAD_BLOCK: tl.constexpr,
-    QUANTIZED_MAX: tl.constexpr,
+    LARGEST: tl.constexpr,
+    SMALLEST_SCALE: tl.constexpr,
     IS_INTEGER: tl.constexpr,
 ):
     """Grid (T): writes [K, T, D] keys (or values) to slots `slots[t]` of a pool [S, K, D]; slot -1 is nowhere.
 
-    Where QUANTIZED_MAX is not 0, each vector is stored as `x / scale` with `scale = max |x| / QUANTIZED_MAX` beside it
-    (fp32 [S, K]), rounded to the nearest even integer if IS_INTEGER.
+    Where LARGEST is not 0, each vector is stored as `x / scale` with `scale = max |x| / LARGEST` beside it, fp32
+    [S, K], rounded to the nearest integer if IS_INTEGER: the arithmetic of `quantization.quantize`, to the bit.
     """
     token = tl.program_id(0).to(tl.int64)
     slot = tl.load(slots_ptr + token).to(tl.int64)
@@ -40,16 +41,13 @@ def store_kv(
             mask=is_element,
             other=0.0,
         )
-        if QUANTIZED_MAX != 0:
+        if LARGEST != 0:
             x = new.to(tl.float32)
-            scale = tl.max(tl.abs(x), 1) / QUANTIZED_MAX
+            scale = tl.maximum(tl.div_rn(tl.max(tl.abs(x), 1), LARGEST), SMALLEST_SCALE)
             is_broken = tl.max((x != x).to(tl.int32), 1) > 0
             scale = tl.where(is_broken, float("nan"), scale)  # what is not a number must stay none
-            x = x / tl.where(scale == 0, 1.0, scale)[:, None]
-            if IS_INTEGER:
-                # adding and taking away 1.5 * 2^23 leaves the nearest integer, ties to even
-                x = (x + 12582912.0) - 12582912.0
-            x = tl.minimum(tl.maximum(x, -QUANTIZED_MAX), QUANTIZED_MAX)
+            x = tl.div_rn(x, tl.broadcast_to(scale[:, None], x.shape))
+            x = _nearest_integer(x, 12582912.0) if IS_INTEGER else _nearest_e4m3(x)
             new = x.to(pool_ptr.dtype.element_ty)
             tl.store(scale_ptr + slot * num_kv_heads + head, scale, mask=head < num_kv_heads)
         tl.store(
@@ -57,6 +55,22 @@ def store_kv(
             new.to(pool_ptr.dtype.element_ty),
             mask=is_element,
         )
+
+
+@triton.jit
+def _nearest_integer(x, magic):
+    """With 1.5 * 2^23 added and taken away, nothing is left behind the point: ties go to even."""
+    return (x + magic) - magic
+
+
+@triton.jit
+def _nearest_e4m3(x):
+    """fp32 rounded to what fp8 (e4m3) can hold, ties to even: then the conversion is exact, however a target rounds."""
+    bits = x.to(tl.int32, bitcast=True)
+    normal = ((bits + 0x7FFFF + ((bits >> 20) & 1)) & -0x100000).to(tl.float32, bitcast=True)  # 3 bits of mantissa
+    subnormal = _nearest_integer(x, 24576.0)  # multiples of 2^-9: 1.5 * 2^(23 - 9)
+    rounded = tl.where(tl.abs(x) < 0.015625, subnormal, normal)
+    return tl.where(x == x, rounded, x)
 
 
 @triton.jit

@@ -14,6 +14,7 @@ import triton
 from batchkv.kernels.attention import AttentionBackend
 from batchkv.kernels.device_work import DeviceWork, WorkSizes, decode_sizes
 from batchkv.kernels.extend_work import PlannedStep, extend_work
+from batchkv.kernels.quantization import SMALLEST_SCALE, is_quantized, largest_stored
 from batchkv.kernels.store_kv import copy_pages, store_kv
 from batchkv.kernels.tiles import Tile, load_tiles, processors_of, target_of
 from batchkv.kernels.tree_attention import attend_items, merge_states
@@ -21,7 +22,6 @@ from batchkv.kernels.work_items import WorkItems, no_work, plan_work
 from batchkv.kv_layout import LayerSpec
 from batchkv.step import AttentionBatch
 
-_QUANTIZED_MAX = {torch.int8: 127.0, torch.float8_e4m3fn: 448.0}
 _MOST_HEADS = 16  # query heads in one tile: what the smallest one holds
 _PROGRAMS_PER_PROCESSOR = 8
 _MOST_PROGRAMS = 1 << 16
@@ -68,7 +68,7 @@ class TritonAttention(AttentionBackend[TritonKV, TritonWorkPlan]):
     is_batch_invariant = False
 
     def __init__(self, device: torch.device) -> None:
-        self._device = device
+        self.device = device
         self._table = load_tiles(target_of(device))
         self._processors = processors_of(device)
         self._before: dict[LayerSpec, PlannedStep] = {}
@@ -78,7 +78,7 @@ class TritonAttention(AttentionBackend[TritonKV, TritonWorkPlan]):
     ) -> TritonKV:
         heads = (num_pages * page_size, spec.num_kv_heads)
         scales: list[torch.Tensor | None] = [None, None]
-        if dtype in _QUANTIZED_MAX:
+        if is_quantized(dtype):
             scales = [torch.empty(*heads, dtype=torch.float32, device=device) for _ in scales]
         return TritonKV(
             page_size,
@@ -116,7 +116,7 @@ class TritonAttention(AttentionBackend[TritonKV, TritonWorkPlan]):
         return self._table.tiles(max(spec.key_dim, spec.value_dim))
 
     def _empty_plan(self, spec: LayerSpec, sizes: WorkSizes) -> TritonWorkPlan:
-        work = DeviceWork.allocate(sizes, self._device)
+        work = DeviceWork.allocate(sizes, self.device)
         return TritonWorkPlan(self._tiles(spec), heads_per_item(spec), spec.window, work)
 
     def _work(self, batch: AttentionBatch, spec: LayerSpec) -> WorkItems:
@@ -267,8 +267,9 @@ def _store(pool_SKD: torch.Tensor, scale_SK: torch.Tensor | None, new_KTD: torch
         DIM=dim,
         DIM_BLOCK=triton.next_power_of_2(dim),
         HEAD_BLOCK=triton.next_power_of_2(num_kv_heads),
-        QUANTIZED_MAX=_QUANTIZED_MAX.get(pool_SKD.dtype, 0.0),
-        IS_INTEGER=pool_SKD.dtype == torch.int8,
+        LARGEST=largest_stored(pool_SKD.dtype),
+        SMALLEST_SCALE=SMALLEST_SCALE,
+        IS_INTEGER=not pool_SKD.dtype.is_floating_point,
         num_warps=4,
     )
 
