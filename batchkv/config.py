@@ -11,6 +11,7 @@ from batchkv.errors import UserError
 
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
 KVDtype = Literal["auto", "int8", "fp8"]
+Attention = Literal["auto", "native", "torch", "triton"]
 
 DEFAULT_MODEL = "smollm2"
 DEFAULT_KV_MEMORY = "2GiB"
@@ -41,7 +42,10 @@ class EngineConfig:
         kv_dtype: of keys and values in the cache. `auto` is that of the model; `int8` and `fp8` (e4m3) take a byte an
             element and a scale for each vector, and round more.
         device: `auto`, `cpu` or `cuda[:N]`.
-        kv_memory: most bytes of KV cache: `2GiB`, `512MiB`, a byte count, or a fraction (0, 1] of free memory.
+        attention: `auto` is the fastest that there is for the device; `triton` is for GPUs (and Triton's interpreter),
+            `native` and `torch` for CPUs.
+        kv_memory: most bytes of KV cache: `2GiB`, `512MiB`, a byte count, or a fraction (0, 1] of what is
+            free on the device.
         max_batch_tokens: most tokens in one forward pass; 0 picks 512 on a CPU and 8192 on a GPU.
         max_batch_rows: most rows in flight at once.
         page_size: tokens per KV page.
@@ -54,6 +58,7 @@ class EngineConfig:
     dtype: Dtype = "auto"
     kv_dtype: KVDtype = "auto"
     device: str = "auto"
+    attention: Attention = "auto"
     kv_memory: str | int | float = DEFAULT_KV_MEMORY
     max_batch_tokens: int = 0
     max_batch_rows: int = 256
@@ -66,6 +71,8 @@ class EngineConfig:
             raise UserError(f"--dtype {self.dtype!r} is not one of {', '.join(get_args(Dtype))}")
         if self.kv_dtype not in get_args(KVDtype):
             raise UserError(f"--kv-dtype {self.kv_dtype!r} is not one of {', '.join(get_args(KVDtype))}")
+        if self.attention not in get_args(Attention):
+            raise UserError(f"--attention {self.attention!r} is not one of {', '.join(get_args(Attention))}")
         if not re.fullmatch(r"auto|cpu|cuda(:\d+)?", self.device):
             raise UserError(f"--device {self.device!r} is not auto, cpu, cuda or cuda:N")
         if self.max_batch_tokens < 0:

@@ -79,18 +79,16 @@ class Engine:
             check_supported(model.config, type(model))
             _check_device(model.device)
             check_parity(model.config, type(model))
-            self.model = model
+            self.model, self.device = model, model.device
         else:
             self.model = load_model(resolve_model(name), self.config.dtype, self.device)
             _check_and_pack(self.model)
         self.tokenizer = _tokenizer(model, tokenizer)
         self._kv_dtype = storage_dtype(self.config.kv_dtype, self.model.dtype)
-        self._backend = select_attention(self._kv_dtype)
+        self._backend = select_attention(self._kv_dtype, self.device, self.config.attention)
         self._row_multiple = row_multiple(self.model) if self._backend.is_batch_invariant else None
         if self.config.deterministic and self._row_multiple is None:
             raise UserError(_why_not_deterministic(self.model, self._kv_dtype, self._backend))
-        # where the host computes itself there is nothing to gain, and every wasted row costs
-        self._overlap = self.model.device.type == "cuda"
         self._facts = _facts(self.model.config, self._kv_dtype)
         self._load_s = perf_counter() - started
 
@@ -154,6 +152,7 @@ class Engine:
             "kv_dtype": str(self._kv_dtype).removeprefix("torch."),
             "packed_weights": is_packed(self.model),
             "batch_invariant": self._row_multiple is not None,
+            "decode_graphs": metrics.decode_graphs,
         }
         return summarize(prepared.plan, errors, metrics, how)
 
@@ -173,7 +172,7 @@ class Engine:
             self.tokenizer,
             self._facts,
             self.config,
-            kv_bytes=kv_budget_bytes(self.config),
+            kv_bytes=kv_budget_bytes(self.config, self.device),
             device_type=self.device.type,
             metrics=metrics,
             on_progress=on_progress,
@@ -202,6 +201,7 @@ class Engine:
             plan.memory.pool_pages,
             plan.memory.page_size,
             self._row_multiple or ROW_MULTIPLE,
+            graph_rows=self.config.max_batch_rows if self._backend.is_asynchronous else 0,
         )
         return Executor(
             plan,
@@ -212,7 +212,8 @@ class Engine:
             Endings(params, plan.sequences.max_new_tokens, self.end_token_ids, self.tokenizer),
             max_batch_rows=self.config.max_batch_rows,
             max_batch_tokens=self.config.batch_tokens(self.device.type),
-            overlap=self._overlap,
+            # where the host computes itself there is nothing to gain, and every wasted row costs
+            overlap=self._backend.is_asynchronous,
             metrics=metrics,
             progress=progress,
         )
@@ -236,11 +237,15 @@ class Engine:
 
 
 def _check_and_pack(model: PreTrainedModel) -> None:
-    """Packs the layers of a model that was loaded, unless its code does not run with them, as where it reads weights.
+    """Packs the layers of a model that was loaded to a CPU, unless its code does not run with them, as where it reads
+    weights.
 
     Raises:
         UserError: the model does not run with paged attention either way.
     """
+    if model.device.type != "cpu":
+        check_parity(model.config, type(model))
+        return
     try:
         check_parity(model.config, type(model), packed=True)
     except UserError:
@@ -250,6 +255,8 @@ def _check_and_pack(model: PreTrainedModel) -> None:
 
 
 def _why_not_deterministic(model: PreTrainedModel, kv_dtype: torch.dtype, attention: AttentionBackend[Any, Any]) -> str:
+    if attention.is_asynchronous:
+        return "--deterministic: the kernels for GPUs do not give a row the same bits in any company: do without"
     if not is_covered(torch.float32):
         return (
             "--deterministic needs the native attention kernel, which was not built: "
@@ -267,9 +274,11 @@ def _why_not_deterministic(model: PreTrainedModel, kv_dtype: torch.dtype, attent
     )
 
 
-def kv_budget_bytes(config: EngineConfig) -> int:
-    """Bytes of KV that `--kv-memory` allows on this machine."""
-    return parse_memory_size(config.kv_memory, free_bytes=psutil.virtual_memory().available)
+def kv_budget_bytes(config: EngineConfig, device: torch.device) -> int:
+    """Bytes of KV that `--kv-memory` allows on this device, now: before or after the weights are loaded."""
+    is_gpu = device.type == "cuda"
+    free_bytes = torch.cuda.mem_get_info(device)[0] if is_gpu else psutil.virtual_memory().available
+    return parse_memory_size(config.kv_memory, free_bytes=free_bytes)
 
 
 def plan(
@@ -302,7 +311,7 @@ def plan(
         _tokenizer(model, tokenizer),
         _facts(model_config, storage_dtype(engine_config.kv_dtype, dtype)),
         engine_config,
-        kv_bytes=kv_budget_bytes(engine_config),
+        kv_bytes=kv_budget_bytes(engine_config, device),
         device_type=device.type,
         metrics=RunMetrics(),
         on_progress=on_progress,
@@ -315,8 +324,8 @@ def _facts(config: PretrainedConfig, kv_dtype: torch.dtype) -> ModelFacts:
 
 
 def _execution_device(name: str) -> torch.device:
-    """`auto` is the CPU, the only device that there are kernels for."""
-    device = torch.device("cpu") if name == "auto" else resolve_device(name)
+    """`auto` is a GPU if there is one that torch and Triton can use."""
+    device = resolve_device(name)
     _check_device(device)
     return device
 
@@ -330,8 +339,8 @@ def _check_kind(model: object, config: dict[str, Any]) -> None:
 
 
 def _check_device(device: torch.device) -> None:
-    if device.type != "cpu":
-        raise UserError(f"device {device}: this version has attention kernels for the CPU only: use --device cpu")
+    if device.type not in ("cpu", "cuda"):
+        raise UserError(f"device {device}: there are attention kernels for the CPU and for CUDA: use --device cpu")
 
 
 def _tokenizer(

@@ -118,6 +118,7 @@ class Executor:
                 launched, drawn = None, self._draw(launched)
                 self._finish(drawn)
         self._finish(self._draw(launched))
+        self._metrics.decode_graphs = self._runner.decode_graphs
         self._metrics.preempted_sequences += self._scheduler.preempted_sequences
         return self._completions
 

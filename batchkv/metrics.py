@@ -35,6 +35,7 @@ class RunMetrics:
     sampling_s: float = 0.0
     write_s: float = 0.0
     elapsed_s: float = 0.0
+    decode_graphs: str = "off"
 
     @contextmanager
     def timed(self, name: str) -> Iterator[None]:
@@ -61,7 +62,7 @@ def summarize(
     """The summary of a run. Token counts are of this run alone; `generated_tokens_per_s` leaves loading out.
 
     Args:
-        how: what computed it: `attention`, `kv_dtype`, `packed_weights`, `batch_invariant`.
+        how: what computed it: `attention`, `kv_dtype`, `packed_weights`, `batch_invariant`, `decode_graphs`.
     """
     running_s = metrics.elapsed_s - metrics.load_s
     return {

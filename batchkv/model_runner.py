@@ -83,10 +83,11 @@ class ModelRunner:
         self._graphs = self._decode_graphs(pool_pages, graph_rows) if graph_rows else None
 
     @property
-    def graphs(self) -> str | None:
-        """Whether decode steps are recorded: `recorded`, or why not; None if nobody asked for it."""
-        return self._graphs and (self._graphs.failure or "recorded")
+    def decode_graphs(self) -> str:
+        """Whether decode steps are recorded: `recorded`, or why not; `off` if nobody asked for it."""
+        return (self._graphs.failure or "recorded") if self._graphs else "off"
 
+    @torch.inference_mode()  # so that buffers of graphs, which were made in it, can be changed
     def prepare(self, step: Step) -> PreparedStep:
         """Plans the attention and brings the step to the device."""
         batches = {spec: step.attention[group] for spec, group in self._group_of.items()}

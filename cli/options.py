@@ -30,7 +30,10 @@ Tokenizer = Annotated[str | None, _option("Where the tokenizer is, if not with t
 Dtype = Annotated[str, _option("auto, float32, bfloat16 or float16.", _MODEL)]
 KvDtype = Annotated[str, _option("Of the KV cache: auto is the model's; int8 or fp8 need less memory.", _MODEL)]
 Device = Annotated[str, _option("auto, cpu or cuda[:N].", _MODEL)]
-KvMemory = Annotated[str, _option("Most KV cache: 2GiB, 512MiB or a fraction of free memory (0.8).", _MEMORY)]
+Attention = Annotated[str, _option("Kernels: auto, native or torch (CPU), triton (GPU).", _MODEL)]
+KvMemory = Annotated[
+    str, _option("Most KV cache: 2GiB, 512MiB or a fraction of the device's free memory (0.8).", _MEMORY)
+]
 MaxBatchTokens = Annotated[int, _option("Most tokens in a forward pass; 0 suits the device.", _MEMORY)]
 MaxBatchRows = Annotated[int, _option("Most sequences in flight.", _MEMORY)]
 NoPrefixSharing = Annotated[

@@ -34,6 +34,7 @@ def run(
     dtype: options.Dtype = "auto",
     kv_dtype: options.KvDtype = "auto",
     device: options.Device = "auto",
+    attention: options.Attention = "auto",
     kv_memory: options.KvMemory = DEFAULT_KV_MEMORY,
     max_batch_tokens: options.MaxBatchTokens = 0,
     max_batch_rows: options.MaxBatchRows = 256,
@@ -79,6 +80,7 @@ def run(
         dtype=dtype,
         kv_dtype=kv_dtype,
         device=device,
+        attention=attention,
         kv_memory=kv_memory,
         max_batch_tokens=max_batch_tokens,
         max_batch_rows=max_batch_rows,
@@ -170,6 +172,8 @@ def describe(totals: dict[str, Any], out: Path) -> str:
     ]
     if totals["attention"] == "torch":
         lines.append("attention torch operations: the native kernel was not built or has not this dtype; it is faster")
+    if totals["decode_graphs"] not in ("off", "recorded"):
+        lines.append(f"decode    without CUDA graphs, one launch for each kernel: {totals['decode_graphs']}")
     if totals["preempted_sequences"]:
         lines.append(
             f"memory was short: {totals['preempted_sequences']:,} sequences were set aside and "

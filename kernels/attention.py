@@ -28,6 +28,8 @@ class AttentionBackend(ABC, Generic[KV, WorkPlan]):
     name: str
     is_batch_invariant: bool
     """Whether a token's result is bitwise the same whatever else is in the step."""
+    is_asynchronous: bool = False
+    """Whether the host goes on while a device computes: then steps overlap, and decode steps are recorded as graphs."""
 
     @abstractmethod
     def allocate(self, num_pages: int, page_size: int, spec: LayerSpec, dtype: torch.dtype, device: torch.device) -> KV:

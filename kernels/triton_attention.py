@@ -66,6 +66,7 @@ class TritonAttention(AttentionBackend[TritonKV, TritonWorkPlan]):
 
     name = "triton"
     is_batch_invariant = False
+    is_asynchronous = True
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
