@@ -36,6 +36,7 @@ PLAIN = Case(
     seed=0,
 )
 ALONE = replace(PLAIN, nodes=(Node(-1, 30, 5),), sinks=True)
+LONG = replace(PLAIN, nodes=(Node(-1, 150, 0), Node(0, 3, 90), Node(0, 9, 1)))
 WINDOW = replace(PLAIN, window=7)
 CAPPED = replace(PLAIN, softcap=2.0)
 SINKS = replace(PLAIN, sinks=True)
@@ -49,7 +50,7 @@ TRITON = [
     (tree_attention, "score = score * key_scale[None, :]", "score = score * 1.0", PLAIN, INT8),
     (tree_attention, "weight = weight * value_scale[None, :]", "weight = weight * 1.0", PLAIN, INT8),
     (tree_attention, "page_start - k_lo // PAGE_SIZE", "page_start", PLAIN, None),
-    (tree_attention, "return out * kept[:, None] + weighted", "return out + weighted", PLAIN, None),
+    (tree_attention, "return out * kept[:, None] + weighted", "return out + weighted", LONG, None),
     (tree_attention, "total = total * weight + tl.exp2(sink - largest_of_both)", "total = total * weight", ALONE, None),
     (tree_attention, "(largest + tl.log2(tl.where(has_seen, total, 1.0))) * LN2", "largest * LN2", PLAIN, None),
     (tree_attention, "tl.exp2((lse - new_largest) * LOG2E)", "tl.exp2(lse - new_largest)", PLAIN, None),
@@ -61,7 +62,7 @@ TRITON = [
     (store_kv, "0x7FFFF + ((bits >> 20) & 1)", "0", PLAIN, FP8),
 ]
 PLANS = [
-    (work_items, "np.minimum(k_hi, lowest + 1) - k_lo", "np.minimum(k_hi, lowest + 64) - k_lo", PLAIN),
+    (work_items, "np.minimum(k_hi, lowest + 1) - k_lo", "np.minimum(k_hi, lowest + 64) - k_lo", LONG),
     (work_items, "k_hi = np.minimum(k_hi, highest + 1)", "k_hi = np.minimum(k_hi, highest)", PLAIN),
     (work_items, "lowest - batch.window + 1)", "lowest - batch.window + 3)", WINDOW),
     (work_items, 'np.argsort(token, kind="stable")', "np.arange(len(token))", PLAIN),
