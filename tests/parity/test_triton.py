@@ -1,0 +1,77 @@
+"""A whole job on the Triton kernels, in the interpreter where there is no GPU: the tokens of each row alone.
+
+Steps overlap and decode steps go through graphs (on a CPU: the same buffers, nothing recorded), as on a GPU.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from batchkv.decode_graphs import buckets
+from batchkv.engine import Engine
+from batchkv.errors import UserError
+from batchkv.sampling_params import SamplingParams
+from batchkv.writer import summary_of
+from tests.oracle import generate_alone
+from tests.parity.test_families import model_of, table
+from tests.tiny_models import VOCAB_SIZE
+
+NEW_TOKENS = 4
+
+
+def prompts() -> list[list[int]]:
+    """Two that fork in the middle of a page of a header, one that is a prefix of another, one that shares nothing."""
+    tokens = np.random.default_rng(5).integers(0, VOCAB_SIZE, 60).tolist()
+    header = tokens[:19]
+    return [header + tokens[19:26], header + tokens[26:29], header, tokens[30:39]]
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma2", "gpt_oss"])
+def test_a_job_on_the_triton_kernels_gives_every_row_the_tokens_it_gets_alone(family: str) -> None:
+    """Full attention; windows with soft caps; windows with sinks."""
+    model = model_of(family)
+    results = Engine(model, attention="triton", max_batch_tokens=24).run(
+        table(prompts()), SamplingParams(max_tokens=NEW_TOKENS)
+    )
+    assert results["token_ids"].to_pylist() == [generate_alone(model, prompt, NEW_TOKENS) for prompt in prompts()]
+    summary = summary_of(results)
+    assert summary["prefill_tokens"] == summary["planned_prefill_tokens"]
+    assert (summary["attention"], summary["decode_graphs"]) == ("triton", "recorded")
+
+
+def test_quantized_keys_and_values_give_the_same_tokens_on_triton_as_on_torch() -> None:
+    tokens = [
+        Engine(model_of("llama"), attention=attention, kv_dtype="int8")
+        .run(table(prompts()), SamplingParams(max_tokens=NEW_TOKENS))["token_ids"]
+        .to_pylist()
+        for attention in ("triton", "torch")
+    ]
+    assert tokens[0] == tokens[1]
+
+
+def test_a_model_that_cannot_be_recorded_runs_without_graphs_and_the_summary_says_why(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def refuse(*_: object) -> None:
+        raise RuntimeError("operation not permitted when stream is capturing\nmore")
+
+    monkeypatch.setattr("batchkv.decode_graphs.DecodeGraphs._record", refuse)
+    results = Engine(model_of("llama"), attention="triton").run(table(prompts()[:1]), SamplingParams(max_tokens=2))
+    assert results["token_ids"].to_pylist() == [generate_alone(model_of("llama"), prompts()[0], 2)]
+    assert summary_of(results)["decode_graphs"] == "operation not permitted when stream is capturing"
+
+
+@pytest.mark.parametrize(
+    ("max_rows", "expected"), [(1, (16,)), (16, (16,)), (40, (16, 32, 48)), (256, (16, 32, 48, 64, 96, 128, 192, 256))]
+)
+def test_graphs_are_for_few_numbers_of_rows(max_rows: int, expected: tuple[int, ...]) -> None:
+    assert buckets(max_rows) == expected
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_triton_on_a_cpu_outside_of_the_interpreter_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("TRITON_INTERPRET")
+    with pytest.raises(UserError, match="--attention triton needs a GPU: take --attention auto"):
+        Engine(model_of("llama"), attention="triton")
