@@ -72,11 +72,11 @@ def decode_sizes(rows: int, num_pages: int, num_tiles: int) -> WorkSizes:
     as with deep tries, run without a graph.
     """
     return WorkSizes(
-        items=(4 * rows + num_pages // 16 + 64,) * num_tiles,
+        items=(2 * rows + num_pages // 32,) * num_tiles,
         pages=num_pages,
         tokens=rows,
         merged_tokens=rows,
-        states=8 * rows + 64,
+        states=8 * rows,
         copies=rows,
         copy_rounds=2,
     )
