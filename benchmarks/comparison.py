@@ -8,6 +8,7 @@ from statistics import median
 
 import polars as pl
 
+from benchmarks.markdown import markdown_table
 from benchmarks.protocol import Failure, Outcome, Tokens
 
 ENOUGH_RATIOS = 3
@@ -109,11 +110,4 @@ def _with_range(ratios: Sequence[float]) -> str:
 
 def markdown(table: pl.DataFrame) -> str:
     """A table of texts as Markdown."""
-    cells = [list(map(_escape, row)) for row in [table.columns, *table.rows()]]
-    lines = [f"| {' | '.join(row)} |" for row in cells]
-    lines.insert(1, "|" + "---|" * table.width)
-    return "\n".join(lines)
-
-
-def _escape(cell: str) -> str:
-    return cell.replace("|", "\\|").replace("\n", " ")
+    return markdown_table(table.columns, table.rows())
