@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from statistics import median
-
-import polars as pl
+from typing import TYPE_CHECKING
 
 from benchmarks.markdown import markdown_table
 from benchmarks.protocol import Failure, Outcome, Tokens
+
+if TYPE_CHECKING:
+    import polars as pl
 
 ENOUGH_RATIOS = 3
 
@@ -61,6 +63,8 @@ def same_share(tokens: Tokens, others: Tokens, greedy: Sequence[bool]) -> float 
 
 def comparison_table(series: Sequence[Series], greedy: Sequence[bool]) -> pl.DataFrame:
     """One row for each peer, as texts."""
+    import polars as pl  # not everything that counts ratios needs it
+
     return pl.DataFrame([_row(peer, greedy) for peer in series])
 
 
