@@ -229,8 +229,9 @@ def _checked(outcome: Outcome, job: TokenJob) -> Outcome:
 
 
 def free_memory() -> None:
-    gc.collect()
+    """What one engine held on a GPU is not to be missing to the next."""
     if torch.cuda.is_available():
+        gc.collect()
         torch.cuda.empty_cache()
 
 
