@@ -5,10 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from statistics import median
+from typing import TYPE_CHECKING
 
-import polars as pl
-
+from benchmarks.markdown import markdown_table
 from benchmarks.protocol import Failure, Outcome, Tokens
+
+if TYPE_CHECKING:
+    import polars as pl
 
 ENOUGH_RATIOS = 3
 
@@ -60,6 +63,8 @@ def same_share(tokens: Tokens, others: Tokens, greedy: Sequence[bool]) -> float 
 
 def comparison_table(series: Sequence[Series], greedy: Sequence[bool]) -> pl.DataFrame:
     """One row for each peer, as texts."""
+    import polars as pl  # not everything that counts ratios needs it
+
     return pl.DataFrame([_row(peer, greedy) for peer in series])
 
 
@@ -109,11 +114,4 @@ def _with_range(ratios: Sequence[float]) -> str:
 
 def markdown(table: pl.DataFrame) -> str:
     """A table of texts as Markdown."""
-    cells = [list(map(_escape, row)) for row in [table.columns, *table.rows()]]
-    lines = [f"| {' | '.join(row)} |" for row in cells]
-    lines.insert(1, "|" + "---|" * table.width)
-    return "\n".join(lines)
-
-
-def _escape(cell: str) -> str:
-    return cell.replace("|", "\\|").replace("\n", " ")
+    return markdown_table(table.columns, table.rows())
