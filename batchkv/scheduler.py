@@ -146,7 +146,10 @@ class Scheduler:
         ending = step.sampled[ended]
         ending = ending[~self._has_ended[ending]]
         self._has_ended[ending] = True
+        was_running = np.isin(ending, self._running)
         self._leave(ending, self._generated.lengths)
+        if not was_running.all():  # set aside since, and may be back already, waiting for prefills
+            self._prefills = deque(prefill for prefill in self._prefills if self._is_wanted(prefill))
 
     def _advance(self, step: Step, parts: list[_Rows]) -> None:
         """What follows from a step whatever its tokens are: who ends by length, and who starts that waited for it."""
@@ -168,10 +171,7 @@ class Scheduler:
         """Frees all that only sequences that have ended needed. num_generated: int32 [sequences]."""
         self._running = self._running[~self._has_ended[self._running]]
         for sequence in ended.tolist():
-            waited = self._stop_waiting(sequence)
             self._residency.finish(sequence, int(num_generated[sequence]))
-            if waited:  # for a node that had been dropped after it gave the first token: nobody else may need it
-                self._prefills = deque(prefill for prefill in self._prefills if self._is_wanted(prefill))
         self._num_unfinished -= len(ended)
 
     # -- admission
@@ -241,22 +241,18 @@ class Scheduler:
     def _preempt(self, sequence: int) -> None:
         self._residency.withdraw(sequence)
         self._running = self._running[self._running != sequence]
-        self._stop_waiting(sequence)
+        waiting = self._waiting.get(self._residency.node_of(sequence), [])
+        if sequence in waiting:
+            waiting.remove(sequence)
         if SequencePrefill(sequence) in self._prefills:
             self._prefills.remove(SequencePrefill(sequence))
         heapq.heappush(self._preempted, sequence)
         self.preempted_sequences += 1
 
-    def _stop_waiting(self, sequence: int) -> bool:
-        """Whether the sequence was waiting for the prefill of its node."""
-        waiting = self._waiting.get(self._residency.node_of(sequence), [])
-        if sequence not in waiting:
-            return False
-        waiting.remove(sequence)
-        return True
-
     def _is_wanted(self, prefill: Prefill) -> bool:
-        return isinstance(prefill, SequencePrefill) or self._residency.is_resident(prefill.node)
+        if isinstance(prefill, SequencePrefill):
+            return not self._has_ended[prefill.sequence]
+        return self._residency.is_resident(prefill.node)
 
     # -- rows
 

@@ -336,8 +336,8 @@ def _check_totals(case: Case, run: Run) -> None:
     """What was planned is what was computed, and everything computed twice was counted as such."""
     assert run.prefill_tokens == run.plan.prefill_tokens + run.recomputed_tokens
     assert sum(run.texts.values()) == run.prefill_tokens + run.decoded_tokens
-    if run.preempted == 0:
-        assert run.recomputed_tokens == 0
+    if not run.plan.memory.is_tight:
+        assert run.preempted == run.recomputed_tokens == 0
     if _shares(case, run.plan):
         assert case.prefixes <= set(run.texts)
         assert sum(run.texts.values()) - len(run.texts) == run.recomputed_tokens
@@ -402,7 +402,8 @@ def cases(draw: st.DrawFn) -> Case:
 def test_every_sequence_sees_exactly_its_tokens_and_every_trie_token_is_computed_once(
     overlap: bool, case: Case
 ) -> None:
-    assert drive(case, overlap=overlap).preempted == 0  # too few end for a guess at how long the others get
+    run = drive(case, overlap=overlap)
+    assert run.preempted == run.recomputed_tokens == 0  # too few end for a guess at how long the others get
 
 
 @st.composite
