@@ -21,7 +21,9 @@ from tests.tiny_models import FAMILIES, VOCAB_SIZE
 
 NEW_TOKENS = 8
 FAMILIES_TRIED = ["llama", "gemma3", "gpt_oss"]  # plain; windows, norms of keys; sinks, experts
-MOST_OFF = {"int8": 0.05, "fp8": 0.2}  # of a log-probability, on average; random weights exaggerate
+# Mean difference of a log-probability, and share of the tokens that come before a row's first other one. Random weights
+# exaggerate: their likeliest tokens are near ties.
+BOUNDS = {"int8": (0.05, 0.75), "fp8": (0.2, 0.3)}
 
 
 @cache
@@ -51,18 +53,19 @@ def compared(theirs: dict[int, tuple[list[int], list[float]]], ours: dict[int, t
     return np.concatenate(differences)
 
 
-@pytest.mark.parametrize("kv_dtype", MOST_OFF)
+@pytest.mark.parametrize("kv_dtype", BOUNDS)
 @pytest.mark.parametrize("family", FAMILIES_TRIED)
 def test_log_probabilities_are_nearly_those_without_quantization(family: str, kv_dtype: Any) -> None:
     plain, _ = run(family, jobs())
     quantized, summary = run(family, jobs(), kv_dtype=kv_dtype)
     differences = compared(plain, quantized)
-    assert 0 < differences.mean() < MOST_OFF[kv_dtype]
-    assert len(differences) > 0.5 * len(plain) * NEW_TOKENS  # the rest follows a near tie that went the other way
+    most_off, least_same = BOUNDS[kv_dtype]
+    assert 0 < differences.mean() < most_off
+    assert len(differences) > least_same * len(plain) * NEW_TOKENS
     assert summary["kv_dtype"] == str(storage_dtype(kv_dtype, torch.float32)).removeprefix("torch.")
 
 
-@pytest.mark.parametrize("kv_dtype", MOST_OFF)
+@pytest.mark.parametrize("kv_dtype", BOUNDS)
 @pytest.mark.parametrize("family", FAMILIES_TRIED)
 def test_batches_order_and_sharing_change_no_more_than_rounding_does(family: str, kv_dtype: Any) -> None:
     """A difference of rounding can move an element across the middle between two stored values, but few do."""
