@@ -10,6 +10,7 @@ from typing import Literal, get_args
 from batchkv.errors import UserError
 
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
+KVDtype = Literal["auto", "int8", "fp8"]
 
 DEFAULT_MODEL = "smollm2"
 DEFAULT_KV_MEMORY = "2GiB"
@@ -31,12 +32,14 @@ _SIZE = re.compile(r"\s*((?:\d+(?:\.\d*)?|\.\d+)(?:e[+-]?\d{1,2})?)\s*([a-z]*)\s
 
 @dataclass(frozen=True, slots=True)
 class EngineConfig:
-    """Execution options. None of them changes a row's tokens (up to the rounding of `dtype`).
+    """Execution options. None of them changes a row's tokens (up to the rounding of `dtype` and `kv_dtype`).
 
     Attributes:
         model: a directory, a `.gguf` file, a hub id or the alias `smollm2`.
         tokenizer: where the tokenizer comes from, if not from `model`.
-        dtype: of weights and KV. `auto` is the checkpoint's, but float32 on a CPU without bf16 instructions.
+        dtype: of weights and activations. `auto` is the checkpoint's, but float32 on a CPU without bf16 instructions.
+        kv_dtype: of keys and values in the cache. `auto` is that of the model; `int8` and `fp8` (e4m3) take a byte an
+            element and a scale for each vector, and round more.
         device: `auto`, `cpu` or `cuda[:N]`.
         kv_memory: most bytes of KV cache: `2GiB`, `512MiB`, a byte count, or a fraction (0, 1] of free memory.
         max_batch_tokens: most tokens in one forward pass; 0 picks 512 on a CPU and 8192 on a GPU.
@@ -49,6 +52,7 @@ class EngineConfig:
     model: str = DEFAULT_MODEL
     tokenizer: str | None = None
     dtype: Dtype = "auto"
+    kv_dtype: KVDtype = "auto"
     device: str = "auto"
     kv_memory: str | int | float = DEFAULT_KV_MEMORY
     max_batch_tokens: int = 0
@@ -60,6 +64,8 @@ class EngineConfig:
     def __post_init__(self) -> None:
         if self.dtype not in get_args(Dtype):
             raise UserError(f"--dtype {self.dtype!r} is not one of {', '.join(get_args(Dtype))}")
+        if self.kv_dtype not in get_args(KVDtype):
+            raise UserError(f"--kv-dtype {self.kv_dtype!r} is not one of {', '.join(get_args(KVDtype))}")
         if not re.fullmatch(r"auto|cpu|cuda(:\d+)?", self.device):
             raise UserError(f"--device {self.device!r} is not auto, cpu, cuda or cuda:N")
         if self.max_batch_tokens < 0:

@@ -12,7 +12,7 @@ import numpy.typing as npt
 import psutil
 import pyarrow as pa
 import torch
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from batchkv.batch_invariance import row_multiple
 from batchkv.config import DEFAULT_MODEL, EngineConfig, parse_memory_size
@@ -22,6 +22,8 @@ from batchkv.executor import Executor, Progress
 from batchkv.job import Jobs, read_job
 from batchkv.job_plan import Plan
 from batchkv.kernels.attention import AttentionBackend
+from batchkv.kernels.native_cpu import is_covered
+from batchkv.kernels.quantization import scale_bytes, storage_dtype
 from batchkv.kernels.selection import select_attention
 from batchkv.kv_layout import KVLayout
 from batchkv.metrics import RunMetrics, summarize
@@ -82,11 +84,12 @@ class Engine:
             self.model = load_model(resolve_model(name), self.config.dtype, self.device)
             _check_and_pack(self.model)
         self.tokenizer = _tokenizer(model, tokenizer)
-        self._backend = select_attention(self.model.dtype)
+        self._kv_dtype = storage_dtype(self.config.kv_dtype, self.model.dtype)
+        self._backend = select_attention(self._kv_dtype)
         self._row_multiple = row_multiple(self.model) if self._backend.is_batch_invariant else None
         if self.config.deterministic and self._row_multiple is None:
-            raise UserError(_why_not_deterministic(self.model, self._backend))
-        self._facts = ModelFacts.of(self.model.config, self.model.dtype.itemsize)
+            raise UserError(_why_not_deterministic(self.model, self._kv_dtype, self._backend))
+        self._facts = _facts(self.model.config, self._kv_dtype)
         self._load_s = perf_counter() - started
 
     @property
@@ -146,6 +149,7 @@ class Engine:
     def _summary(self, prepared: PreparedJob, errors: dict[int, RowError], metrics: RunMetrics) -> dict[str, Any]:
         how: dict[str, str | bool] = {
             "attention": self._backend.name,
+            "kv_dtype": str(self._kv_dtype).removeprefix("torch."),
             "packed_weights": is_packed(self.model),
             "batch_invariant": self._row_multiple is not None,
         }
@@ -191,6 +195,7 @@ class Engine:
         runner = ModelRunner(
             self.model,
             self.layout,
+            self._kv_dtype,
             self._backend,
             plan.memory.pool_pages,
             plan.memory.page_size,
@@ -241,11 +246,16 @@ def _check_and_pack(model: PreTrainedModel) -> None:
     pack_linears(model)
 
 
-def _why_not_deterministic(model: PreTrainedModel, attention: AttentionBackend[Any, Any]) -> str:
+def _why_not_deterministic(model: PreTrainedModel, kv_dtype: torch.dtype, attention: AttentionBackend[Any, Any]) -> str:
+    if not is_covered(torch.float32):
+        return (
+            "--deterministic needs the native attention kernel, which was not built: "
+            "install a C++ compiler and batchkv again, or do without"
+        )
     if not attention.is_batch_invariant:
         return (
-            f"--deterministic needs the native attention kernel, but it was not built or has no {model.dtype}: "
-            "install a C++ compiler and batchkv again, or take --dtype float32"
+            f"--deterministic needs the native attention kernel, which has no KV in {kv_dtype}: "
+            "take --kv-dtype auto and --dtype float32"
         )
     return (
         f"--deterministic: with {type(model).__name__} in {model.dtype} and {torch.get_num_threads()} threads on this "
@@ -287,7 +297,7 @@ def plan(
     prepared = prepare(
         read_job(jobs, sampling or SamplingParams(), limit=limit),
         _tokenizer(model, tokenizer),
-        ModelFacts.of(model_config, dtype.itemsize),
+        _facts(model_config, storage_dtype(engine_config.kv_dtype, dtype)),
         engine_config,
         kv_bytes=kv_budget_bytes(engine_config),
         device_type=device.type,
@@ -295,6 +305,10 @@ def plan(
         on_progress=on_progress,
     )
     return prepared.plan
+
+
+def _facts(config: PretrainedConfig, kv_dtype: torch.dtype) -> ModelFacts:
+    return ModelFacts.of(config, kv_dtype.itemsize, scale_bytes(kv_dtype))
 
 
 def _execution_device(name: str) -> torch.device:

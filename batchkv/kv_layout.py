@@ -36,6 +36,11 @@ class LayerSpec:
         """Key and value elements that one token adds to this layer."""
         return self.num_kv_heads * (self.key_dim + self.value_dim)
 
+    @property
+    def scales_per_token(self) -> int:
+        """Key and value vectors that one token adds to this layer: each has a scale if it is quantized."""
+        return 2 * self.num_kv_heads
+
 
 @dataclass(frozen=True, slots=True)
 class KVLayout:
@@ -47,10 +52,12 @@ class KVLayout:
     Attributes:
         layers: one spec per attention layer, in the order of the model.
         element_bytes: bytes of one key or value element.
+        scale_bytes: bytes of the scale that each head's key and each head's value has; 0 where they are not quantized.
     """
 
     layers: tuple[LayerSpec, ...]
     element_bytes: int
+    scale_bytes: int = 0
 
     @property
     def windows(self) -> tuple[int | None, ...]:
@@ -67,10 +74,11 @@ class KVLayout:
     @property
     def group_bytes_per_token(self) -> tuple[int, ...]:
         """Bytes that one token takes in all layers of each group."""
-        elements = [0] * len(self.windows)
+        bytes_per_token = [0] * len(self.windows)
         for layer, group in zip(self.layers, self.layer_group, strict=True):
-            elements[group] += layer.elements_per_token
-        return tuple(count * self.element_bytes for count in elements)
+            bytes_per_token[group] += layer.elements_per_token * self.element_bytes
+            bytes_per_token[group] += layer.scales_per_token * self.scale_bytes
+        return tuple(bytes_per_token)
 
     @property
     def bytes_per_token(self) -> int:

@@ -60,7 +60,7 @@ def summarize(
     """The summary of a run. Token counts are of this run alone; `generated_tokens_per_s` leaves loading out.
 
     Args:
-        how: what computed it: `attention`, `packed_weights`, `batch_invariant`.
+        how: what computed it: `attention`, `kv_dtype`, `packed_weights`, `batch_invariant`.
     """
     running_s = metrics.elapsed_s - metrics.load_s
     return {

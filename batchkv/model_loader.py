@@ -152,7 +152,7 @@ def resolve_device(device: str) -> torch.device:
 
 
 def resolve_dtype(dtype: Dtype, checkpoint_dtype: torch.dtype | None, device: torch.device) -> torch.dtype:
-    """The dtype of weights and KV.
+    """The dtype of weights and activations.
 
     `auto` is the checkpoint's (bfloat16 if it has none, as GGUF), but float32 where the device has no
     instructions for it, which makes 16 bits slower than 32.

@@ -25,6 +25,7 @@ class ModelRunner:
     Args:
         model: a decoder in place; it must be inside `paged_attention_of(model)` when steps run.
         layout: its KV.
+        kv_dtype: in which the pages are kept.
         backend: attention kernels.
         pool_pages: pages of each group of layers.
         page_size: tokens per page.
@@ -37,6 +38,7 @@ class ModelRunner:
         self,
         model: PreTrainedModel,
         layout: KVLayout,
+        kv_dtype: torch.dtype,
         backend: AttentionBackend[Any, Any],
         pool_pages: tuple[int, ...],
         page_size: int,
@@ -45,7 +47,7 @@ class ModelRunner:
         self._model, self._layout, self._backend = model, layout, backend
         self._device, self._row_multiple = model.device, row_multiple
         self._pages = tuple(
-            backend.allocate(pool_pages[group], page_size, spec, model.dtype, model.device)
+            backend.allocate(pool_pages[group], page_size, spec, kv_dtype, model.device)
             for spec, group in zip(layout.layers, layout.layer_group, strict=True)
         )
 

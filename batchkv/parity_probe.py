@@ -89,7 +89,8 @@ def _run(
     job = Job(pa.array(range(len(prompts))), Prompts.of_token_ids(arena), params, {}, pa.table({}))
     layout = KVLayout(layer_specs(model.config), model.dtype.itemsize)
     plan = make_plan(job, arena, {}, layout, _LIMITS)
-    runner = ModelRunner(model, layout, select_attention(model.dtype), plan.memory.pool_pages, plan.memory.page_size)
+    backend, memory = select_attention(model.dtype), plan.memory
+    runner = ModelRunner(model, layout, model.dtype, backend, memory.pool_pages, memory.page_size)
     generated = GeneratedTokens(len(plan.sequences))
     scheduler = Scheduler(
         plan,

@@ -39,10 +39,10 @@ class ModelFacts:
     context_length: int | None
 
     @classmethod
-    def of(cls, config: PretrainedConfig, element_bytes: int) -> ModelFacts:
-        """Of the model that `config` describes, with KV elements of `element_bytes`."""
+    def of(cls, config: PretrainedConfig, element_bytes: int, scale_bytes: int) -> ModelFacts:
+        """Of the model that `config` describes, with KV elements and scales of so many bytes (`KVLayout`)."""
         return cls(
-            layout=KVLayout(layer_specs(config), element_bytes),
+            layout=KVLayout(layer_specs(config), element_bytes, scale_bytes),
             vocab_size=config.vocab_size,
             context_length=getattr(config, "max_position_embeddings", None),
         )

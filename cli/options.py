@@ -28,6 +28,7 @@ Jobs = Annotated[
 Model = Annotated[str, _option("A directory, a .gguf file, a hub id or smollm2.", _MODEL)]
 Tokenizer = Annotated[str | None, _option("Where the tokenizer is, if not with the model.", _MODEL)]
 Dtype = Annotated[str, _option("auto, float32, bfloat16 or float16.", _MODEL)]
+KvDtype = Annotated[str, _option("Of the KV cache: auto is the model's; int8 or fp8 need less memory.", _MODEL)]
 Device = Annotated[str, _option("auto, cpu or cuda[:N].", _MODEL)]
 KvMemory = Annotated[str, _option("Most KV cache: 2GiB, 512MiB or a fraction of free memory (0.8).", _MEMORY)]
 MaxBatchTokens = Annotated[int, _option("Most tokens in a forward pass; 0 suits the device.", _MEMORY)]

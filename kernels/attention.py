@@ -31,7 +31,7 @@ class AttentionBackend(ABC, Generic[KV, WorkPlan]):
 
     @abstractmethod
     def allocate(self, num_pages: int, page_size: int, spec: LayerSpec, dtype: torch.dtype, device: torch.device) -> KV:
-        """The pages of one layer."""
+        """The pages of one layer. In int8 and float8_e4m3fn keys and values are quantized (`quantization`)."""
 
     @abstractmethod
     def plan(self, batch: AttentionBatch) -> WorkPlan:

@@ -9,16 +9,19 @@ import numpy as np
 import torch
 
 from batchkv.kernels.attention import AttentionBackend, copied_slots
+from batchkv.kernels.quantization import is_quantized, quantize
 from batchkv.kv_layout import LayerSpec
 from batchkv.step import AttentionBatch
 
 
 @dataclass(frozen=True, slots=True)
 class ReferenceKV:
-    """Keys and values by slot: [slots, K, D]."""
+    """Keys and values by slot, [slots, K, D], and their scales, [slots, K], if they are quantized."""
 
     key_SKD: torch.Tensor
     value_SKD: torch.Tensor
+    key_scale_SK: torch.Tensor | None
+    value_scale_SK: torch.Tensor | None
 
 
 class ReferenceAttention(AttentionBackend[ReferenceKV, AttentionBatch]):
@@ -28,22 +31,28 @@ class ReferenceAttention(AttentionBackend[ReferenceKV, AttentionBatch]):
     def allocate(
         self, num_pages: int, page_size: int, spec: LayerSpec, dtype: torch.dtype, device: torch.device
     ) -> ReferenceKV:
-        slots = num_pages * page_size
+        heads = (num_pages * page_size, spec.num_kv_heads)
+        scales = (torch.zeros(heads, device=device) if is_quantized(dtype) else None for _ in range(2))
         return ReferenceKV(
-            torch.zeros(slots, spec.num_kv_heads, spec.key_dim, dtype=dtype, device=device),
-            torch.zeros(slots, spec.num_kv_heads, spec.value_dim, dtype=dtype, device=device),
+            torch.zeros(*heads, spec.key_dim, dtype=dtype, device=device),
+            torch.zeros(*heads, spec.value_dim, dtype=dtype, device=device),
+            *scales,
         )
 
     def plan(self, batch: AttentionBatch) -> AttentionBatch:
         return batch
 
     def store(self, kv: ReferenceKV, plan: AttentionBatch, key_KTD: torch.Tensor, value_KTD: torch.Tensor) -> None:
-        slots = torch.from_numpy(plan.slots)
-        for pool, new in ((kv.key_SKD, key_KTD), (kv.value_SKD, value_KTD)):
-            pool[slots] = new.transpose(0, 1).to(pool.dtype)
-            for copies in plan.copies:
-                src, dst = copied_slots(copies, plan.page_size)
-                pool[torch.from_numpy(dst)] = pool[torch.from_numpy(src)]
+        for pool, scales, new in (
+            (kv.key_SKD, kv.key_scale_SK, key_KTD),
+            (kv.value_SKD, kv.value_scale_SK, value_KTD),
+        ):
+            if scales is None:
+                _write(pool, plan, new.to(pool.dtype))
+            else:
+                stored, new_scales = quantize(new, pool.dtype)
+                _write(pool, plan, stored)
+                _write(scales, plan, new_scales)
 
     def attend(
         self,
@@ -60,6 +69,20 @@ class ReferenceAttention(AttentionBackend[ReferenceKV, AttentionBatch]):
             lo, hi = plan.cu_seqlens_q[row : row + 2].tolist()
             rows.append(_attend_row(kv, plan, row, query_HTD[:, lo:hi], scale, softcap, sinks_H))
         return torch.cat(rows).to(query_HTD.dtype)
+
+
+def _write(pool: torch.Tensor, batch: AttentionBatch, new_KT: torch.Tensor) -> None:
+    """To the slots of the step's tokens, then makes the page copies."""
+    pool[torch.from_numpy(batch.slots)] = new_KT.transpose(0, 1)
+    for copies in batch.copies:
+        src, dst = copied_slots(copies, batch.page_size)
+        pool[torch.from_numpy(dst)] = pool[torch.from_numpy(src)]
+
+
+def _read(pool: torch.Tensor, scales: torch.Tensor | None, slots: torch.Tensor) -> torch.Tensor:
+    """[K, slots, D] in fp32."""
+    vectors_SKD = pool[slots].float()
+    return (vectors_SKD if scales is None else vectors_SKD * scales[slots].unsqueeze(2)).transpose(0, 1)
 
 
 def _attend_row(
@@ -79,8 +102,8 @@ def _attend_row(
     pages = batch.page_table[row, positions // batch.page_size].astype(np.int64)
     slots = torch.from_numpy(pages * batch.page_size + positions % batch.page_size)
     group = query_HQD.shape[0] // kv.key_SKD.shape[1]
-    key_HSD = kv.key_SKD[slots].float().transpose(0, 1).repeat_interleave(group, dim=0)
-    value_HSD = kv.value_SKD[slots].float().transpose(0, 1).repeat_interleave(group, dim=0)
+    key_HSD = _read(kv.key_SKD, kv.key_scale_SK, slots).repeat_interleave(group, dim=0)
+    value_HSD = _read(kv.value_SKD, kv.value_scale_SK, slots).repeat_interleave(group, dim=0)
 
     scores_HQS = query_HQD.float() @ key_HSD.transpose(1, 2) * scale
     if softcap is not None:

@@ -11,6 +11,6 @@ from batchkv.kernels.native_cpu import NativeAttention, is_covered
 from batchkv.kernels.torch_cpu import TorchAttention
 
 
-def select_attention(dtype: torch.dtype) -> AttentionBackend[Any, Any]:
-    """The native kernel where it was built and covers the dtype, else the torch implementation."""
-    return NativeAttention() if is_covered(dtype) else TorchAttention()
+def select_attention(kv_dtype: torch.dtype) -> AttentionBackend[Any, Any]:
+    """The native kernel where it was built and covers the dtype of the KV pages, else the torch implementation."""
+    return NativeAttention() if is_covered(kv_dtype) else TorchAttention()

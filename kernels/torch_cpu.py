@@ -20,6 +20,7 @@ import torch
 
 from batchkv.kernels.attention import AttentionBackend, copied_slots
 from batchkv.kernels.merge_states import MergePlan, merge_states, plan_merge
+from batchkv.kernels.quantization import is_quantized, quantize
 from batchkv.kernels.shared_segments import SharedSegments, find_shared_segments
 from batchkv.kv_layout import LayerSpec
 from batchkv.step import AttentionBatch
@@ -35,10 +36,12 @@ Int64Array = npt.NDArray[np.int64]
 
 @dataclass(frozen=True, slots=True)
 class TorchKV:
-    """Pages of one layer: [K, pages, page_size, D]."""
+    """Pages of one layer, [K, pages, page_size, D], and their scales, [K, pages, page_size], if they are quantized."""
 
     key_KPSD: torch.Tensor
     value_KPSD: torch.Tensor
+    key_scale_KPS: torch.Tensor | None
+    value_scale_KPS: torch.Tensor | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,10 +137,12 @@ class TorchAttention(AttentionBackend[TorchKV, TorchWorkPlan]):
     def allocate(
         self, num_pages: int, page_size: int, spec: LayerSpec, dtype: torch.dtype, device: torch.device
     ) -> TorchKV:
-        shape = (spec.num_kv_heads, num_pages, page_size)
-        return TorchKV(  # not filled: a page costs memory when it is first written
+        shape = (spec.num_kv_heads, num_pages, page_size)  # not filled: a page costs memory when it is first written
+        scales = (torch.empty(shape, device=device) if is_quantized(dtype) else None for _ in range(2))
+        return TorchKV(
             torch.empty(*shape, spec.key_dim, dtype=dtype, device=device),
             torch.empty(*shape, spec.value_dim, dtype=dtype, device=device),
+            *scales,
         )
 
     def plan(self, batch: AttentionBatch) -> TorchWorkPlan:
@@ -158,11 +163,16 @@ class TorchAttention(AttentionBackend[TorchKV, TorchWorkPlan]):
         )
 
     def store(self, kv: TorchKV, plan: TorchWorkPlan, key_KTD: torch.Tensor, value_KTD: torch.Tensor) -> None:
-        for pool_KPSD, new_KTD in ((kv.key_KPSD, key_KTD), (kv.value_KPSD, value_KTD)):
-            slots_KSD = pool_KPSD.flatten(1, 2)
-            slots_KSD[:, plan.slots] = new_KTD.to(slots_KSD.dtype)
-            for src, dst in plan.copied:
-                slots_KSD[:, dst] = slots_KSD[:, src]
+        for pool_KPSD, scale_KPS, new_KTD in (
+            (kv.key_KPSD, kv.key_scale_KPS, key_KTD),
+            (kv.value_KPSD, kv.value_scale_KPS, value_KTD),
+        ):
+            if scale_KPS is None:
+                _write(pool_KPSD, plan, new_KTD.to(pool_KPSD.dtype))
+            else:
+                stored_KTD, scale_KT = quantize(new_KTD, pool_KPSD.dtype)
+                _write(pool_KPSD, plan, stored_KTD)
+                _write(scale_KPS, plan, scale_KT)
 
     def attend(
         self,
@@ -322,17 +332,31 @@ def _narrow_tiles(tiles: Tiles, batch: AttentionBatch, planner: _StatePlanner) -
     )
 
 
+def _write(pool_KPS: torch.Tensor, plan: TorchWorkPlan, new_KT: torch.Tensor) -> None:
+    """To the slots of the step's tokens, then makes the page copies."""
+    slots_KS = pool_KPS.flatten(1, 2)
+    slots_KS[:, plan.slots] = new_KT
+    for src, dst in plan.copied:
+        slots_KS[:, dst] = slots_KS[:, src]
+
+
 def _attend_wide(kv: TorchKV, tile: WideTile, query_TKGD: torch.Tensor, softcap: float | None, states: _States) -> None:
     keys = slice(tile.first_slot, tile.first_slot + tile.num_keys)
-    key_KLD = kv.key_KPSD.index_select(1, tile.pages).flatten(1, 2)[:, keys].float()
-    value_KLD = kv.value_KPSD.index_select(1, tile.pages).flatten(1, 2)[:, keys].float()
+
+    def gather(pool_KPS: torch.Tensor) -> torch.Tensor:
+        return pool_KPS.index_select(1, tile.pages).flatten(1, 2)[:, keys].float()
+
+    def gather_scales(scale_KPS: torch.Tensor | None) -> torch.Tensor | None:
+        return None if scale_KPS is None else gather(scale_KPS)
+
     query_KQGD = query_TKGD[tile.q_lo : tile.q_hi].transpose(0, 1)
     num_queries, group = query_KQGD.shape[1:3]
-    scores_KXL = _capped(torch.bmm(query_KQGD.flatten(1, 2), key_KLD.transpose(1, 2)), softcap)
+    scores_KXL = torch.bmm(query_KQGD.flatten(1, 2), gather(kv.key_KPSD).transpose(1, 2))
+    scores_KXL = _capped(_scaled(scores_KXL, gather_scales(kv.key_scale_KPS)), softcap)
     if tile.hidden_QL is not None:
         scores_KQGL = scores_KXL.view(-1, num_queries, group, tile.num_keys)
         scores_KQGL.masked_fill_(tile.hidden_QL.unsqueeze(1), -torch.inf)
-    max_KX, sum_KX, out_KXD = _partial_softmax(scores_KXL, value_KLD)
+    max_KX, sum_KX, out_KXD = _partial_softmax(scores_KXL, gather(kv.value_KPSD), gather_scales(kv.value_scale_KPS))
     at = slice(tile.state, tile.state + num_queries)
     states.max_PKG[at] = max_KX.view(-1, num_queries, group).transpose(0, 1)
     states.sum_PKG[at] = sum_KX.view(-1, num_queries, group).transpose(0, 1)
@@ -360,12 +384,16 @@ def _attend_narrow_at_once(
         pages_KBLD = pages_KPSD.view(num_kv_heads, num_tiles, num_keys, -1)
         return pages_KBLD.masked_fill_(tiles.unused_BL.unsqueeze(-1), 0.0).flatten(0, 1)
 
+    def gather_scales(scale_KPS: torch.Tensor | None) -> torch.Tensor | None:
+        return None if scale_KPS is None else gather(scale_KPS.unsqueeze(-1)).squeeze(-1)
+
     query_BQKGD = query_TKGD[tiles.queries_BQ]
     query_ZXD = query_BQKGD.permute(2, 0, 1, 3, 4).flatten(0, 1).flatten(1, 2)  # Z = K * B, X = Q * G
-    scores_ZXL = _capped(torch.bmm(query_ZXD, gather(kv.key_KPSD).transpose(1, 2)), softcap)
+    scores_ZXL = torch.bmm(query_ZXD, gather(kv.key_KPSD).transpose(1, 2))
+    scores_ZXL = _capped(_scaled(scores_ZXL, gather_scales(kv.key_scale_KPS)), softcap)
     scores_KBQGL = scores_ZXL.view(num_kv_heads, num_tiles, num_queries, group, num_keys)
     scores_KBQGL.masked_fill_(tiles.hidden_BQL.unsqueeze(2), -torch.inf)
-    max_ZX, sum_ZX, out_ZXD = _partial_softmax(scores_ZXL, gather(kv.value_KPSD))
+    max_ZX, sum_ZX, out_ZXD = _partial_softmax(scores_ZXL, gather(kv.value_KPSD), gather_scales(kv.value_scale_KPS))
     at = slice(tiles.state, tiles.state + num_tiles * num_queries)
 
     def by_state(result_ZX: torch.Tensor) -> torch.Tensor:
@@ -375,14 +403,19 @@ def _attend_narrow_at_once(
     states.max_PKG[at], states.sum_PKG[at], states.out_PKGD[at] = map(by_state, (max_ZX, sum_ZX, out_ZXD))
 
 
+def _scaled(scores_ZXL: torch.Tensor, scale_ZL: torch.Tensor | None) -> torch.Tensor:
+    return scores_ZXL if scale_ZL is None else scores_ZXL.mul_(scale_ZL.unsqueeze(1))
+
+
 def _capped(scores: torch.Tensor, softcap: float | None) -> torch.Tensor:
     return scores if softcap is None else scores.div_(softcap).tanh_().mul_(softcap)
 
 
 def _partial_softmax(
-    scores_ZXL: torch.Tensor, value_ZLD: torch.Tensor
+    scores_ZXL: torch.Tensor, value_ZLD: torch.Tensor, value_scale_ZL: torch.Tensor | None
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Partial states (max [Z, X], sum [Z, X], out [Z, X, D]) of masked scores, which are overwritten."""
     max_ZX1 = scores_ZXL.amax(dim=2, keepdim=True).clamp_(min=_SMALLEST)
     weights_ZXL = scores_ZXL.sub_(max_ZX1).exp_()
-    return max_ZX1.squeeze(2), weights_ZXL.sum(dim=2), torch.bmm(weights_ZXL, value_ZLD)
+    sum_ZX = weights_ZXL.sum(dim=2)
+    return max_ZX1.squeeze(2), sum_ZX, torch.bmm(_scaled(weights_ZXL, value_scale_ZL), value_ZLD)

@@ -206,6 +206,21 @@ def test_plan_predicts_what_run_then_does(batchkv: Any, tmp_path: Path) -> None:
     assert "3 rows" in stdout
 
 
+def test_quantized_kv_takes_less_memory_in_plan_and_run(batchkv: Any, tmp_path: Path) -> None:
+    jobs, out, summary = write_jobs(tmp_path / "jobs.jsonl", *GOOD), tmp_path / "out.parquet", tmp_path / "s.json"
+    bytes_per_token = {}
+    for kv_dtype in ("auto", "int8", "fp8"):
+        options = ("--kv-dtype", kv_dtype, "--max-tokens", 4)
+        planned = json.loads(batchkv("plan", jobs, *options, "--format", "json")[1])
+        assert batchkv("run", jobs, "--out", out, "--overwrite", "--summary", summary, *options)[0] == 0
+        done = json.loads(summary.read_text())
+        for name in ("kv_bytes_per_token", "kv_budget_tokens"):
+            assert done[name] == planned[name]
+        bytes_per_token[done["kv_dtype"]] = done["kv_bytes_per_token"]
+    heads = 2 * 2 * 2  # layers, KV heads, keys and values
+    assert bytes_per_token == {"float32": heads * 64, "int8": heads * 20, "float8_e4m3fn": heads * 20}
+
+
 def test_limit_runs_only_the_first_rows(batchkv: Any, tmp_path: Path) -> None:
     jobs, out = write_jobs(tmp_path / "jobs.jsonl", *GOOD), tmp_path / "results.parquet"
     assert batchkv("run", jobs, "--out", out, "--limit", 2, "--max-tokens", 2)[0] == 0

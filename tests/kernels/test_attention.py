@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 
 from batchkv.kernels.attention import AttentionBackend
 from batchkv.kernels.native_cpu import NativeAttention, instruction_sets
+from batchkv.kernels.quantization import is_quantized, quantize
 from batchkv.kernels.reference import ReferenceAttention
 from batchkv.kernels.torch_cpu import TorchAttention
 from batchkv.kv_cache import KVCache
@@ -30,8 +31,19 @@ def native(instruction_set: str) -> Any:
 
 
 NATIVE = [native(name) for name in ("portable", "avx2", "avx512")]
-BACKENDS: list[Any] = [ReferenceAttention, TorchAttention, *NATIVE]
+IN_TORCH: list[Any] = [pytest.param(backend, id=backend.name) for backend in (ReferenceAttention, TorchAttention)]
+BACKENDS = [*IN_TORCH, *NATIVE]
+INT8, FP8 = torch.int8, torch.float8_e4m3fn
+
+
+def keeping(kv_dtype: torch.dtype, backends: list[Any]) -> list[Any]:
+    """Implementations, each with what its pages are kept in."""
+    return [pytest.param(*b.values, kv_dtype, id=f"{b.id}-{str(kv_dtype)[6:]}", marks=b.marks) for b in backends]
+
+
+QUANTIZED = [*keeping(INT8, IN_TORCH), *keeping(FP8, IN_TORCH)]
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2e-2}
+QUANTIZATION_ERROR = {INT8: 2e-2, FP8: 1e-1}  # against the original keys and values, all inputs from N(0, 1)
 
 
 @dataclass(frozen=True)
@@ -86,19 +98,34 @@ def cases(draw: st.DrawFn, max_nodes: int = 14) -> Case:
     )
 
 
-class Trie:
-    """Keeps every sequence's keys and values densely, next to an implementation that keeps them in pages."""
+class Result(NamedTuple):
+    """What attention gives; what it should give, with keys and values as they are stored and with the original ones."""
 
-    def __init__(self, case: Case, backend: AttentionBackend[Any, Any]) -> None:
-        self.case, self.backend = case, backend
+    out: torch.Tensor
+    expected: torch.Tensor
+    exact: torch.Tensor
+
+    def is_close(self, tolerance: float = 1e-5) -> bool:
+        return torch.allclose(self.out, self.expected, atol=tolerance, rtol=tolerance)
+
+
+class Trie:
+    """Keeps every sequence's keys and values densely, next to an implementation that keeps them in pages.
+
+    Args:
+        kv_dtype: what the pages are kept in, if not the dtype of the case.
+    """
+
+    def __init__(self, case: Case, backend: AttentionBackend[Any, Any], kv_dtype: torch.dtype | None = None) -> None:
+        self.case, self.backend, self.kv_dtype = case, backend, kv_dtype or case.dtype
         self.generator = torch.Generator().manual_seed(case.seed)
         num_pages = sum((node.cached + node.chunk) // case.page_size + 2 for node in case.nodes) + 4
         self.cache = KVCache((num_pages,), (case.window,), case.page_size)
         spec = LayerSpec(case.num_kv_heads, case.head_dim, case.value_dim, case.window)
-        self.pages = backend.allocate(num_pages, case.page_size, spec, case.dtype, torch.device("cpu"))
+        self.pages = backend.allocate(num_pages, case.page_size, spec, self.kv_dtype, torch.device("cpu"))
         for pool in (getattr(self.pages, name) for name in self.pages.__slots__):
-            if isinstance(pool, torch.Tensor):
-                pool.fill_(math.nan)  # whatever was not stored must not matter
+            if isinstance(pool, torch.Tensor):  # whatever was not stored must not matter
+                pool.fill_(math.nan if pool.is_floating_point() else 111)
         self.handles: dict[int, int] = {}  # by node
         self.keys: dict[int, torch.Tensor] = {}  # by node: [K, tokens of the path, D]
         self.values: dict[int, torch.Tensor] = {}
@@ -145,26 +172,44 @@ class Trie:
         self.cache.trim(handles)
         return batch, plan
 
-    def step(self, rows: list[tuple[int, int]]) -> tuple[torch.Tensor, torch.Tensor]:
+    def dequantized(self, vectors_KTD: torch.Tensor) -> torch.Tensor:
+        """What pages of `kv_dtype` hold of these vectors."""
+        if not is_quantized(self.kv_dtype):
+            return vectors_KTD
+        stored_KTD, scale_KT = quantize(vectors_KTD, self.kv_dtype)
+        return stored_KTD.double() * scale_KT.unsqueeze(2)
+
+    def step(self, rows: list[tuple[int, int]]) -> Result:
         """A step with `count` new tokens for each (node, count): what attention gives and what it should give."""
         case = self.case
         batch, plan = self.store(rows)
         query_HTD = self.random(case.group * case.num_kv_heads, batch.num_tokens, case.head_dim)
         sinks_H = self.random(query_HTD.shape[0]) if case.sinks else None
         out = self.backend.attend(self.pages, plan, query_HTD, scale=0.3, softcap=case.softcap, sinks_H=sinks_H)
-        return out, self.expected(rows, query_HTD, sinks_H)
+        expected = self.expected(rows, query_HTD, sinks_H, self.dequantized)
+        exact = self.expected(rows, query_HTD, sinks_H, lambda vectors_KTD: vectors_KTD)
+        return Result(out.double(), expected, exact)
 
     def expected(
-        self, rows: list[tuple[int, int]], query_HTD: torch.Tensor, sinks_H: torch.Tensor | None
+        self,
+        rows: list[tuple[int, int]],
+        query_HTD: torch.Tensor,
+        sinks_H: torch.Tensor | None,
+        kept: Callable[[torch.Tensor], torch.Tensor],
     ) -> torch.Tensor:
-        """Plain attention in fp64, a token at a time."""
+        """Plain attention in fp64, a token at a time.
+
+        Args:
+            kept: what is left of keys and values in the pages.
+        """
         case, outs, token = self.case, [], 0
         for node, count in rows:
             length = self.keys[node].shape[1]
+            keys, values = kept(self.keys[node]).double(), kept(self.values[node]).double()
             for position in range(length - count, length):
                 first = 0 if case.window is None else max(0, position - case.window + 1)
-                key = self.keys[node][:, first : position + 1].double().repeat_interleave(case.group, dim=0)
-                value = self.values[node][:, first : position + 1].double().repeat_interleave(case.group, dim=0)
+                key = keys[:, first : position + 1].repeat_interleave(case.group, dim=0)
+                value = values[:, first : position + 1].repeat_interleave(case.group, dim=0)
                 scores_HL = torch.einsum("hd,hld->hl", query_HTD[:, token].double(), key) * 0.3
                 if case.softcap:
                     scores_HL = case.softcap * torch.tanh(scores_HL / case.softcap)
@@ -176,9 +221,9 @@ class Trie:
         return torch.stack(outs)
 
 
-def run(case: Case, backend: AttentionBackend[Any, Any]) -> tuple[torch.Tensor, torch.Tensor]:
+def run(case: Case, backend: AttentionBackend[Any, Any], kv_dtype: torch.dtype | None = None) -> Result:
     """Fills the cache in one step, then takes the step under test; both in depth-first order."""
-    trie = Trie(case, backend)
+    trie = Trie(case, backend, kv_dtype)
     cached = [(node, case.nodes[node].cached) for node in depth_first(case.nodes) if case.nodes[node].cached]
     if cached:
         trie.store(cached)
@@ -201,8 +246,30 @@ def depth_first(nodes: tuple[Node, ...], parent: int = -1) -> list[int]:
 def test_agrees_with_plain_attention_on_random_tries(
     make_backend: Callable[[], AttentionBackend[Any, Any]], case: Case
 ) -> None:
-    out, expected = run(case, make_backend())
-    assert torch.allclose(out.double(), expected, atol=TOLERANCE[case.dtype], rtol=TOLERANCE[case.dtype])
+    assert run(case, make_backend()).is_close(TOLERANCE[case.dtype])
+
+
+@pytest.mark.parametrize(("make_backend", "kv_dtype"), QUANTIZED)
+@settings(max_examples=50)
+@given(case=cases())
+def test_agrees_on_quantized_keys_and_values(
+    make_backend: Callable[[], AttentionBackend[Any, Any]], kv_dtype: torch.dtype, case: Case
+) -> None:
+    """As closely as ever with attention over what the pages hold; and, root mean square, with the original ones."""
+    result = run(case, make_backend(), kv_dtype)
+    assert result.is_close(TOLERANCE[case.dtype])
+    assert (result.out - result.exact).square().mean().sqrt() < QUANTIZATION_ERROR[kv_dtype]
+
+
+@pytest.mark.parametrize(("make_backend", "kv_dtype"), QUANTIZED)
+@pytest.mark.parametrize("num_rows", [1, 300])
+def test_quantization_costs_little_precision_under_a_long_prefix(
+    make_backend: Callable[[], AttentionBackend[Any, Any]], kv_dtype: torch.dtype, num_rows: int
+) -> None:
+    """The largest absolute difference of any output from attention over the original keys and values."""
+    result = run(decode_case(num_rows), make_backend(), kv_dtype)
+    assert result.is_close()
+    assert (result.out - result.exact).abs().max() < QUANTIZATION_ERROR[kv_dtype]
 
 
 def decode_case(num_rows: int, **overrides: Any) -> Case:
@@ -232,8 +299,7 @@ def decode_case(num_rows: int, **overrides: Any) -> Case:
 def test_agrees_on_one_row_and_on_300_rows_under_a_long_prefix(
     make_backend: Callable[[], AttentionBackend[Any, Any]], num_rows: int, window: int | None
 ) -> None:
-    out, expected = run(decode_case(num_rows, window=window), make_backend())
-    assert torch.allclose(out.double(), expected, atol=1e-5, rtol=1e-5)
+    assert run(decode_case(num_rows, window=window), make_backend()).is_close()
 
 
 @pytest.mark.parametrize("make_backend", BACKENDS)
@@ -242,8 +308,7 @@ def test_agrees_on_a_long_prompt_chunk_and_its_leaves_in_one_step(
 ) -> None:
     leaves = tuple(Node(1, 0, 24) for _ in range(21))
     case = Case((Node(-1, 600, 0), Node(0, 0, 300), *leaves), 16, None, 3, 2, 16, 16, None, False, torch.float32, 1)
-    out, expected = run(case, make_backend())
-    assert torch.allclose(out.double(), expected, atol=1e-5, rtol=1e-5)
+    assert run(case, make_backend()).is_close()
 
 
 def test_a_shared_prefix_is_read_once_for_all_rows_below_it() -> None:
@@ -266,15 +331,16 @@ def test_a_shared_prefix_is_read_once_for_all_rows_below_it() -> None:
     assert TorchAttention().plan(batch).keys_read == live_trie + copied - 737 % 16
 
 
-@pytest.mark.parametrize("make_backend", BACKENDS)
-def test_a_fork_does_not_write_to_its_parents_page(make_backend: Callable[[], AttentionBackend[Any, Any]]) -> None:
+@pytest.mark.parametrize(("make_backend", "kv_dtype"), [*keeping(torch.float32, BACKENDS), *QUANTIZED])
+def test_a_fork_does_not_write_to_its_parents_page(
+    make_backend: Callable[[], AttentionBackend[Any, Any]], kv_dtype: torch.dtype
+) -> None:
     """Two children of a partly filled page in one step; then their parent goes on."""
     case = Case((Node(-1, 6, 0), Node(0, 0, 3), Node(0, 0, 3)), 4, None, 1, 1, 8, 8, None, False, torch.float32, 2)
-    trie = Trie(case, make_backend())
+    trie = Trie(case, make_backend(), kv_dtype)
     trie.store([(0, 6)])
     for rows in ([(1, 3), (2, 3)], [(0, 2)], [(0, 1), (1, 1), (2, 1)]):
-        out, expected = trie.step(rows)
-        assert torch.allclose(out.double(), expected, atol=1e-5)
+        assert trie.step(rows).is_close()
 
 
 @pytest.mark.parametrize("make_backend", NATIVE)
@@ -323,4 +389,22 @@ def test_a_query_that_is_not_a_number_shows_in_its_own_result_alone(
     query_HTD[:, 2] = math.nan
     out = trie.backend.attend(trie.pages, plan, query_HTD, scale=0.3)
     assert out[2].isnan().all()
+    assert out[[0, 1, 3]].isfinite().all()
+
+
+@pytest.mark.parametrize(("make_backend", "kv_dtype"), QUANTIZED)
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+@pytest.mark.parametrize("which", ["key", "value"])
+def test_quantized_keys_and_values_that_are_not_finite_show_in_the_rows_that_see_them(
+    make_backend: Callable[[], AttentionBackend[Any, Any]], kv_dtype: torch.dtype, bad: float, which: str
+) -> None:
+    """Small integers cannot be NaN, so that scales have to be."""
+    trie = Trie(decode_case(4), make_backend(), kv_dtype)
+    trie.store([(node, trie.case.nodes[node].cached) for node in depth_first(trie.case.nodes)])
+    batch, plan = trie.store([(node, 1) for node in range(2, 6)])
+    new = {name: trie.random(2, batch.num_tokens, 16) for name in ("key", "value")}
+    new[which][:, 2, 5] = bad
+    trie.backend.store(trie.pages, plan, new["key"], new["value"])
+    out = trie.backend.attend(trie.pages, plan, trie.random(6, batch.num_tokens, 16), scale=0.3)
+    assert out[2].isnan().any(dim=-1).all()
     assert out[[0, 1, 3]].isfinite().all()

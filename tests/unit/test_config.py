@@ -75,6 +75,7 @@ def test_the_defaults_are_those_of_the_command_line() -> None:
     ("field", "value", "message"),
     [
         ("dtype", "float8", "--dtype 'float8' is not one of auto, float32, bfloat16, float16"),
+        ("kv_dtype", "int4", "--kv-dtype 'int4' is not one of auto, int8, fp8"),
         ("device", "gpu", "--device 'gpu' is not auto, cpu, cuda or cuda:N"),
         ("device", "cuda:", "--device 'cuda:' is not"),
         ("device", "cuda:0x", "--device 'cuda:0x' is not"),

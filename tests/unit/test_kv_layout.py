@@ -20,6 +20,9 @@ from transformers import (
 from transformers.masking_utils import eager_mask
 
 from batchkv.errors import UserError
+from batchkv.kernels.quantization import scale_bytes
+from batchkv.kernels.reference import ReferenceAttention
+from batchkv.kernels.torch_cpu import TorchAttention
 from batchkv.kv_layout import KVLayout, LayerSpec, layer_specs
 from tests.tiny_models import FAMILIES, FULL, WINDOW
 
@@ -52,6 +55,23 @@ def test_each_group_has_its_own_cost_and_they_add_up() -> None:
     layout = KVLayout((sliding(8), full(heads=3), LayerSpec(1, 10, 6, window=8)), element_bytes=2)
     assert layout.group_bytes_per_token == (3 * 32 * 2, 2 * 32 * 2 + 16 * 2)
     assert layout.bytes_per_token == sum(layout.group_bytes_per_token)
+
+
+def test_scales_cost_four_bytes_for_each_key_and_value() -> None:
+    layout = KVLayout(layer_specs(SMOLLM2), element_bytes=1, scale_bytes=4)
+    assert layout.bytes_per_token == 30 * 3 * (2 * 64 + 2 * 4)
+    mixed = KVLayout((sliding(8), full(heads=3), LayerSpec(1, 10, 6, window=8)), element_bytes=1, scale_bytes=4)
+    assert mixed.group_bytes_per_token == (3 * 32 + 3 * 8, 2 * 32 + 2 * 8 + 16 + 8)
+
+
+@pytest.mark.parametrize("kv_dtype", [torch.float32, torch.bfloat16, torch.int8, torch.float8_e4m3fn])
+@pytest.mark.parametrize("backend", [ReferenceAttention, TorchAttention])
+def test_pages_take_what_the_layout_says(backend: Any, kv_dtype: torch.dtype) -> None:
+    spec = LayerSpec(3, 10, 6, window=None)
+    pages = backend().allocate(5, 4, spec, kv_dtype, torch.device("cpu"))
+    tensors = [pool for pool in (getattr(pages, name) for name in pages.__slots__) if pool is not None]
+    layout = KVLayout((spec,), kv_dtype.itemsize, scale_bytes(kv_dtype))
+    assert sum(tensor.nbytes for tensor in tensors) == 5 * 4 * layout.bytes_per_token
 
 
 def test_a_model_without_full_attention_has_no_full_group() -> None:
