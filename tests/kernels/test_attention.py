@@ -197,28 +197,29 @@ class Trie:
         sinks_H: torch.Tensor | None,
         kept: Callable[[torch.Tensor], torch.Tensor],
     ) -> torch.Tensor:
-        """Plain attention in fp64, a token at a time.
+        """Plain attention in fp64, a row at a time.
 
         Args:
             kept: what is left of keys and values in the pages.
         """
-        case, outs, token = self.case, [], 0
+        case, outs, first = self.case, [], 0
         for node, count in rows:
-            length = self.keys[node].shape[1]
-            keys, values = kept(self.keys[node]).double(), kept(self.values[node]).double()
-            for position in range(length - count, length):
-                first = 0 if case.window is None else max(0, position - case.window + 1)
-                key = keys[:, first : position + 1].repeat_interleave(case.group, dim=0)
-                value = values[:, first : position + 1].repeat_interleave(case.group, dim=0)
-                scores_HL = torch.einsum("hd,hld->hl", query_HTD[:, token].double(), key) * 0.3
-                if case.softcap:
-                    scores_HL = case.softcap * torch.tanh(scores_HL / case.softcap)
-                total_H = scores_HL.exp().sum(dim=1)
-                if sinks_H is not None:
-                    total_H = total_H + sinks_H.double().exp()
-                outs.append(torch.einsum("hl,hld->hd", scores_HL.exp() / total_H[:, None], value))
-                token += 1
-        return torch.stack(outs)
+            query_HQD = query_HTD[:, first : first + count].double()
+            key_HLD = kept(self.keys[node]).double().repeat_interleave(case.group, dim=0)
+            value_HLD = kept(self.values[node]).double().repeat_interleave(case.group, dim=0)
+            scores_HQL = torch.einsum("hqd,hld->hql", query_HQD, key_HLD) * 0.3
+            if case.softcap:
+                scores_HQL = case.softcap * torch.tanh(scores_HQL / case.softcap)
+            length = key_HLD.shape[1]
+            distance_QL = torch.arange(length - count, length)[:, None] - torch.arange(length)
+            is_seen_QL = (distance_QL >= 0) & (distance_QL < (case.window or math.inf))
+            weights_HQL = scores_HQL.exp() * is_seen_QL
+            total_HQ = weights_HQL.sum(dim=2)
+            if sinks_H is not None:
+                total_HQ = total_HQ + sinks_H.double().exp()[:, None]
+            outs.append(torch.einsum("hql,hld->qhd", weights_HQL / total_HQ[:, :, None], value_HLD))
+            first += count
+        return torch.cat(outs)
 
 
 def run(case: Case, backend: AttentionBackend[Any, Any], kv_dtype: torch.dtype | None = None) -> Result:

@@ -21,8 +21,8 @@ from tests.tiny_models import FAMILIES, VOCAB_SIZE
 
 NEW_TOKENS = 8
 FAMILIES_TRIED = ["llama", "gemma3", "gpt_oss"]  # plain; windows, norms of keys; sinks, experts
-# Mean difference of a log-probability, and share of the tokens before a row's first other one. Random weights exaggerate:
-# their likeliest tokens are near ties.
+# Mean difference of a log-probability, and share of the tokens that come before a row's first other one. Random weights
+# exaggerate: their likeliest tokens are near ties.
 BOUNDS = {"int8": (0.05, 0.75), "fp8": (0.2, 0.3)}
 
 
