@@ -1,7 +1,7 @@
 """`python -m benchmarks.kv_dtype JOBS...`: what quantized KV changes in greedy tokens and log-probabilities.
 
-Each job runs with KV in the model's dtype and then quantized. Up to a row's first other token both have the same context,
-so log-probabilities are compared there, and only there.
+Each job runs with KV in the model's dtype and then quantized. Up to a row's first other token both have the same
+context, so log-probabilities are compared there, and only there.
 """
 
 from __future__ import annotations

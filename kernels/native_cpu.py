@@ -16,11 +16,12 @@ import numpy as np
 import torch
 
 from batchkv.kernels.attention import AttentionBackend
+from batchkv.kernels.quantization import is_quantized
 from batchkv.kv_layout import LayerSpec
 from batchkv.step import AttentionBatch
 
 _LIBRARY = "batchkv.kernels._cpu_attention"
-_DTYPES = {torch.float32: 0, torch.bfloat16: 1}
+_DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.int8: 2}
 _INSTRUCTION_SETS = {"avx512": 2, "avx2": 1, "portable": 0}  # the best first
 _LANES = 16  # value dims are padded to a multiple of this
 
@@ -29,6 +30,8 @@ class _Pages(ctypes.Structure):
     _fields_ = [
         ("key", ctypes.c_void_p),
         ("value", ctypes.c_void_p),
+        ("key_scale", ctypes.c_void_p),
+        ("value_scale", ctypes.c_void_p),
         ("dtype", ctypes.c_int32),
         ("page_size", ctypes.c_int32),
         ("kv_heads", ctypes.c_int32),
@@ -103,11 +106,14 @@ def instruction_sets() -> list[str]:
 class NativeKV:
     """Pages of one layer: key [pages, K, D, page_size], value [pages, K, page_size, value dim rounded up to 16].
 
-    `pages` is how the kernel sees them: where the tensors lie, and their shapes.
+    If they are quantized there are scales, [pages, K, page_size] each. `pages` is how the kernel sees them: where the
+    tensors lie, and their shapes.
     """
 
     key_PKDS: torch.Tensor
     value_PKSD: torch.Tensor
+    key_scale_PKS: torch.Tensor | None
+    value_scale_PKS: torch.Tensor | None
     pages: _Pages
 
 
@@ -148,9 +154,14 @@ class NativeAttention(AttentionBackend[NativeKV, NativeWorkPlan]):
         heads = (num_pages, spec.num_kv_heads)  # not filled: a page costs memory when it is first written
         key_PKDS = torch.empty(*heads, spec.key_dim, page_size, dtype=dtype, device=device)
         value_PKSD = torch.empty(*heads, page_size, value_stride, dtype=dtype, device=device)
+        key_scale_PKS, value_scale_PKS = (
+            torch.empty(*heads, page_size, device=device) if is_quantized(dtype) else None for _ in range(2)
+        )
         pages = _Pages(
             key=key_PKDS.data_ptr(),
             value=value_PKSD.data_ptr(),
+            key_scale=_address(key_scale_PKS),
+            value_scale=_address(value_scale_PKS),
             dtype=_DTYPES[dtype],
             page_size=page_size,
             kv_heads=spec.num_kv_heads,
@@ -158,7 +169,7 @@ class NativeAttention(AttentionBackend[NativeKV, NativeWorkPlan]):
             value_dim=spec.value_dim,
             value_stride=value_stride,
         )
-        return NativeKV(key_PKDS, value_PKSD, pages)
+        return NativeKV(key_PKDS, value_PKSD, key_scale_PKS, value_scale_PKS, pages)
 
     def plan(self, batch: AttentionBatch) -> NativeWorkPlan:
         rows = np.arange(len(batch.kv_lens), dtype=np.int32)
@@ -209,7 +220,7 @@ class NativeAttention(AttentionBackend[NativeKV, NativeWorkPlan]):
         _check_shape("query", query_HTD, (group * pages.kv_heads, num_tokens, pages.key_dim))
         out_THD = query_HTD.new_empty(num_tokens, num_heads, pages.value_dim)
         sinks_H = None if sinks_H is None else sinks_H.float().contiguous()
-        scoring = _Scoring(scale, softcap or 0.0, None if sinks_H is None else sinks_H.data_ptr())
+        scoring = _Scoring(scale, softcap or 0.0, _address(sinks_H))
         self._library.batchkv_attend(
             self._instruction_set,
             pages,
@@ -222,6 +233,10 @@ class NativeAttention(AttentionBackend[NativeKV, NativeWorkPlan]):
         return out_THD.to(dtype)
 
 
+def _address(tensor: torch.Tensor | None) -> int | None:
+    return None if tensor is None else tensor.data_ptr()
+
+
 def _check_shape(name: str, tensor: torch.Tensor, expected: tuple[int, int, int]) -> None:
     """The kernel reads what it is told to: a wrong shape must not get there."""
     if tuple(tensor.shape) != expected:
@@ -229,6 +244,7 @@ def _check_shape(name: str, tensor: torch.Tensor, expected: tuple[int, int, int]
 
 
 def _readable(tensor_HTD: torch.Tensor, kv: NativeKV) -> torch.Tensor:
-    """In the pages' dtype, with contiguous head dims."""
-    tensor_HTD = tensor_HTD.to(kv.key_PKDS.dtype)
+    """In the pages' dtype, or in fp32 where they are quantized, with contiguous head dims."""
+    dtype = kv.key_PKDS.dtype
+    tensor_HTD = tensor_HTD.to(torch.float32 if is_quantized(dtype) else dtype)
     return tensor_HTD if tensor_HTD.stride(2) == 1 else tensor_HTD.contiguous()

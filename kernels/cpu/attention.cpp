@@ -11,30 +11,61 @@ DECLARE(avx512)
 
 namespace {
 
+// One key or value to its place, whose elements are `stride` apart.
+template <typename Element>
+void put(const Element* vector, int64_t dim, Element* to, int64_t stride, float*, int64_t) {
+  for (int64_t d = 0; d < dim; d++) to[d * stride] = vector[d];
+}
+
+// The same, quantized: bit for bit what kernels/quantization.py makes of it.
+void put(const float* vector, int64_t dim, int8_t* to, int64_t stride, float* scales, int64_t slot) {
+  float largest = 0;
+  for (int64_t d = 0; d < dim; d++) {
+    const float size = std::fabs(vector[d]);
+    largest = size > largest || size != size ? size : largest;  // NaN stays
+  }
+  const float wanted = largest / 127, scale = wanted < FLT_MIN ? FLT_MIN : wanted;
+  scales[slot] = scale;
+  for (int64_t d = 0; d < dim; d++) {
+    const float shifted = vector[d] / scale + 12582912.0f;  // 1.5 * 2^23: rounds to even, integer in the low bits
+    uint32_t bits;
+    std::memcpy(&bits, &shifted, 4);
+    to[d * stride] = static_cast<int8_t>(bits);
+  }
+}
+
+template <typename Element>
+void put_token(const Pages& pages, const Batch& batch, int64_t token, int64_t head, Heads key, Heads value) {
+  using Tensor = typename TensorOf<Element>::type;
+  const int64_t size = pages.page_size, offset = batch.slots[token] % size;
+  const int64_t page = batch.slots[token] / size * pages.kv_heads + head, slot = page * size + offset;
+  put(static_cast<const Tensor*>(key.data) + head * key.head_stride + token * key.token_stride, pages.key_dim,
+      static_cast<Element*>(pages.key) + page * pages.key_dim * size + offset, size, pages.key_scale, slot);
+  put(static_cast<const Tensor*>(value.data) + head * value.head_stride + token * value.token_stride, pages.value_dim,
+      static_cast<Element*>(pages.value) + slot * pages.value_stride, 1, pages.value_scale, slot);
+}
+
+// Copies the first `count` elements of each of `rows` rows of a page, which are `length` long, to another page.
+template <typename Element>
+void copy_rows(Element* pool, int64_t src, int64_t dst, int64_t rows, int64_t length, int64_t count) {
+  for (int64_t row = 0; row < rows; row++)
+    std::memcpy(pool + (dst * rows + row) * length, pool + (src * rows + row) * length, count * sizeof(Element));
+}
+
 template <typename Element>
 void store(const Pages& pages, const Batch& batch, Heads key, Heads value) {
-  const int64_t size = pages.page_size;
-  Element* keys = static_cast<Element*>(pages.key);
-  Element* values = static_cast<Element*>(pages.value);
 #pragma omp parallel for schedule(static) if (16 * batch.num_tokens * pages.kv_heads * pages.key_dim >= kWorthThreads)
-  for (int64_t task = 0; task < batch.num_tokens * pages.kv_heads; task++) {
-    const int64_t token = task / pages.kv_heads, head = task % pages.kv_heads;
-    const int64_t page = batch.slots[token] / size * pages.kv_heads + head, offset = batch.slots[token] % size;
-    const Element* new_key = static_cast<const Element*>(key.data) + head * key.head_stride + token * key.token_stride;
-    const Element* new_value =
-        static_cast<const Element*>(value.data) + head * value.head_stride + token * value.token_stride;
-    for (int64_t d = 0; d < pages.key_dim; d++) keys[(page * pages.key_dim + d) * size + offset] = new_key[d];
-    std::memcpy(values + (page * size + offset) * pages.value_stride, new_value, pages.value_dim * sizeof(Element));
-  }
+  for (int64_t task = 0; task < batch.num_tokens * pages.kv_heads; task++)
+    put_token<Element>(pages, batch, task / pages.kv_heads, task % pages.kv_heads, key, value);
+  const int64_t heads = pages.kv_heads, size = pages.page_size, stride = pages.value_stride;
   for (int64_t i = 0; i < batch.num_copies; i++) {
-    const int64_t src = batch.copy_src[i] * pages.kv_heads, dst = batch.copy_dst[i] * pages.kv_heads;
-    const int64_t slots = batch.copy_slots[i];
-    for (int64_t row = 0; row < pages.kv_heads * pages.key_dim; row++)
-      std::memcpy(keys + (dst * pages.key_dim + row) * size, keys + (src * pages.key_dim + row) * size,
-                  slots * sizeof(Element));
-    for (int64_t head = 0; head < pages.kv_heads; head++)
-      std::memcpy(values + (dst + head) * size * pages.value_stride, values + (src + head) * size * pages.value_stride,
-                  slots * pages.value_stride * sizeof(Element));
+    const int64_t src = batch.copy_src[i], dst = batch.copy_dst[i], slots = batch.copy_slots[i];
+    copy_rows(static_cast<Element*>(pages.key), src, dst, heads * pages.key_dim, size, slots);
+    copy_rows(static_cast<Element*>(pages.value), src, dst, heads, size * stride, slots * stride);
+    if constexpr (std::is_same_v<Element, int8_t>) {
+      copy_rows(pages.key_scale, src, dst, heads, size, slots);
+      copy_rows(pages.value_scale, src, dst, heads, size, slots);
+    }
   }
 }
 
@@ -43,6 +74,8 @@ void store(const Pages& pages, const Batch& batch, Heads key, Heads value) {
 extern "C" void batchkv_store(const Pages* pages, const Batch* batch, Heads key, Heads value) {
   if (pages->dtype == kFloat32)
     store<float>(*pages, *batch, key, value);
+  else if (pages->dtype == kInt8)
+    store<int8_t>(*pages, *batch, key, value);
   else
     store<uint16_t>(*pages, *batch, key, value);
 }

@@ -4,20 +4,23 @@
 //     key    [pages][kv_heads][key_dim][page_size]       positions are contiguous, so that a vector holds one dim of many keys
 //     value  [pages][kv_heads][page_size][value_stride]  dims are contiguous; value_stride is value_dim rounded up
 // A slot is page * page_size + offset in the page. All strides are in elements; head dims are contiguous.
-// Elements are fp32 or bf16; whatever they are, all arithmetic is fp32.
+//     scales [pages][kv_heads][page_size]                of int8 keys and of int8 values (kernels/quantization.py); fp32
+// Elements are fp32, bf16 or int8; whatever they are, all arithmetic is fp32.
 #pragma once
 
 #include <cstdint>
 
 extern "C" {
 
-enum Dtype : int32_t { kFloat32 = 0, kBfloat16 = 1 };
+enum Dtype : int32_t { kFloat32 = 0, kBfloat16 = 1, kInt8 = 2 };
 enum InstructionSet : int32_t { kPortable = 0, kAvx2 = 1, kAvx512 = 2 };
 
 // The pages of one layer.
 struct Pages {
   void* key;
   void* value;
+  float* key_scale;    // null unless int8, as is the next
+  float* value_scale;
   int32_t dtype;
   int32_t page_size;
   int32_t kv_heads;
@@ -41,7 +44,7 @@ struct Batch {
   int32_t window;             // a query at p sees keys in (p - window, p]; 0: all up to p
 };
 
-// A tensor [heads][tokens][dim] of the pages' dtype.
+// A tensor [heads][tokens][dim] of the pages' dtype, or of fp32 where that is int8.
 struct Heads {
   void* data;
   int64_t head_stride;

@@ -29,6 +29,7 @@ inline float to_float(uint16_t bf16) {
   std::memcpy(&value, &bits, 4);
   return value;
 }
+inline float to_float(int8_t value) { return value; }
 inline void from_float(float value, float* out) { *out = value; }
 inline void from_float(float value, uint16_t* out) {  // to nearest, ties to even
   uint32_t bits;
@@ -138,6 +139,7 @@ struct Scratch {
 
 template <typename Element>
 struct Task {
+  using Tensor = typename TensorOf<Element>::type;
   const Pages& pages;
   const Batch& batch;
   const Scoring& scoring;
@@ -168,7 +170,7 @@ struct Task {
   void load_queries() {
     for (int64_t t = first; t < last; t++)
       for (int g = 0; g < group; g++) {
-        const Element* from = static_cast<const Element*>(query.data) + (head * group + g) * query.head_stride +
+        const Tensor* from = static_cast<const Tensor*>(query.data) + (head * group + g) * query.head_stride +
                               t * query.token_stride;
         float* to = &scratch.query[((t - first) * group + g) * pages.key_dim];
         for (int d = 0; d < pages.key_dim; d++) to[d] = to_float(from[d]);
@@ -212,15 +214,32 @@ struct Task {
       multiply<false>(&scratch.query[row * pages.key_dim], pages.key_dim, keys(begin, block, g, group_lo, group_hi),
                       pages.key_dim, &scratch.scores[row * kBlock + g * kLanes], kBlock, rows);
     }
+    if constexpr (std::is_same_v<Element, int8_t>) scale_columns(pages.key_scale, begin, block, lo, hi, row, rows);
     for (int64_t t = begin; t < end; t++)
       for (int g = 0; g < group; g++)
         softmax((t - first) * group + g, std::max(from(t), block) - block, std::min(to(t), block + kBlock) - block,
                 first_group, last_group);
+    if constexpr (std::is_same_v<Element, int8_t>) scale_columns(pages.value_scale, begin, block, lo, hi, row, rows);
     const float* value_rows[kBlock];
     values(begin, lo, hi, value_rows);
     for (int d = 0; d < pages.value_stride; d += kLanes)
       multiply<true>(&scratch.scores[row * kBlock + lo - block], kBlock, Listed{value_rows, d}, hi - lo,
                      &scratch.out[row * pages.value_stride + d], pages.value_stride, rows);
+  }
+
+  // Multiplies what rows have of each key in [lo, hi) by the scale of the key or of the value.
+  void scale_columns(const float* scales, int64_t token, int64_t block, int64_t lo, int64_t hi, int64_t row, int rows) {
+    float scale[kBlock];
+    for (int64_t p = lo, size = pages.page_size; p < hi;) {
+      const int64_t stop = std::min(hi, (p / size + 1) * size);
+      const float* from = scales + (page_of(token, p) * pages.kv_heads + head) * size + p % size;
+      std::memcpy(scale + p - lo, from, (stop - p) * sizeof(float));
+      p = stop;
+    }
+    for (int r = 0; r < rows; r++) {
+      float* scores = &scratch.scores[(row + r) * kBlock + lo - block];
+      for (int i = 0; i < hi - lo; i++) scores[i] *= scale[i];
+    }
   }
 
   // Keys of one group of lanes; those outside [lo, hi) are anything. They are read where they lie if that is possible.
@@ -312,7 +331,7 @@ struct Task {
           rescale(row, std::max(scratch.max[row], sink));
           scratch.sum[row] += exp_nonpositive(all(sink - scratch.max[row]))[0];
         }
-        Element* to = static_cast<Element*>(out.data) + query_head * out.head_stride + t * out.token_stride;
+        Tensor* to = static_cast<Tensor*>(out.data) + query_head * out.head_stride + t * out.token_stride;
         for (int d = 0; d < pages.value_dim; d++)
           from_float(scratch.out[row * pages.value_stride + d] / scratch.sum[row], to + d);
       }
@@ -353,6 +372,8 @@ void attend(const Pages& pages, const Batch& batch, int query_heads, Heads query
 void attend_pages(const Pages& pages, const Batch& batch, int query_heads, Heads query, Heads out, const Scoring& scoring) {
   if (pages.dtype == kFloat32)
     attend<float>(pages, batch, query_heads, query, out, scoring);
+  else if (pages.dtype == kInt8)
+    attend<int8_t>(pages, batch, query_heads, query, out, scoring);
   else
     attend<uint16_t>(pages, batch, query_heads, query, out, scoring);
 }

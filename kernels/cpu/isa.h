@@ -3,6 +3,7 @@
 
 #include <algorithm>
 #include <atomic>
+#include <cfloat>
 #include <cmath>
 #include <cstdlib>
 #include <cstring>
@@ -18,5 +19,15 @@
 #if defined(__x86_64__) && defined(__GNUC__) && !defined(__clang__)
 #define BATCHKV_X86
 #endif
+
+// What keys, values, queries and results are outside the pages that keep them as `Element`.
+template <typename Element>
+struct TensorOf {
+  using type = Element;
+};
+template <>
+struct TensorOf<int8_t> {
+  using type = float;
+};
 
 constexpr int64_t kWorthThreads = 1 << 16;  // multiplications below which waking other threads takes longer than the work

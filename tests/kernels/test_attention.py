@@ -41,7 +41,7 @@ def keeping(kv_dtype: torch.dtype, backends: list[Any]) -> list[Any]:
     return [pytest.param(*b.values, kv_dtype, id=f"{b.id}-{str(kv_dtype)[6:]}", marks=b.marks) for b in backends]
 
 
-QUANTIZED = [*keeping(INT8, IN_TORCH), *keeping(FP8, IN_TORCH)]
+QUANTIZED = [*keeping(INT8, BACKENDS), *keeping(FP8, IN_TORCH)]
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2e-2}
 QUANTIZATION_ERROR = {INT8: 2e-2, FP8: 1e-1}  # against the original keys and values, all inputs from N(0, 1)
 
@@ -346,13 +346,13 @@ def test_a_fork_does_not_write_to_its_parents_page(
 
 @pytest.mark.parametrize("make_backend", NATIVE)
 @settings(max_examples=100)
-@given(case=cases())
+@given(case=cases(), quantized=st.booleans())
 def test_native_attention_gives_a_token_the_same_bits_alone_as_in_company(
-    make_backend: Callable[[], NativeAttention], case: Case
+    make_backend: Callable[[], NativeAttention], case: Case, quantized: bool
 ) -> None:
     """Every query by itself against all of them together: other tiles, nothing shared, other ranges of keys."""
     backend = make_backend()
-    trie = Trie(case, backend)
+    trie = Trie(case, backend, INT8 if quantized else None)
     order = depth_first(case.nodes)
     cached = [(node, case.nodes[node].cached) for node in order if case.nodes[node].cached]
     if cached:
@@ -409,3 +409,35 @@ def test_quantized_keys_and_values_that_are_not_finite_show_in_the_rows_that_see
     out = trie.backend.attend(trie.pages, plan, trie.random(6, batch.num_tokens, 16), scale=0.3)
     assert out[2].isnan().any(dim=-1).all()
     assert out[[0, 1, 3]].isfinite().all()
+
+
+@pytest.mark.parametrize("make_backend", NATIVE[:1])
+@pytest.mark.parametrize("page_size", [1, 16])
+def test_native_attention_quantizes_bit_for_bit_as_torch_does(
+    make_backend: Callable[[], NativeAttention], page_size: int
+) -> None:
+    """Ties, zeros, numbers next to nothing and large ones."""
+    generator = torch.Generator().manual_seed(0)
+    vectors_KTD = torch.randn(2, 64, 16, generator=generator) * 10.0 ** torch.randint(
+        -42, 38, (2, 64, 1), generator=generator
+    )
+    vectors_KTD[0, 0] = torch.tensor([127, *(n + 0.5 for n in range(-7, 8))])
+    vectors_KTD[1, 0] = 0
+    backend, num_pages = make_backend(), 64 // page_size
+    batch = AttentionBatch(
+        page_size=page_size,
+        window=None,
+        page_table=np.arange(num_pages, dtype=np.int32)[None],
+        kv_lens=np.array([64]),
+        cu_seqlens_q=np.array([0, 64]),
+        slots=np.arange(64),
+    )
+    pages = backend.allocate(num_pages, page_size, LayerSpec(2, 16, 16, None), INT8, torch.device("cpu"))
+    backend.store(pages, backend.plan(batch), vectors_KTD, vectors_KTD)
+    expected_KTD, scale_KT = quantize(vectors_KTD, INT8)
+    assert pages.key_scale_PKS is not None
+    assert pages.value_scale_PKS is not None
+    assert torch.equal(pages.key_PKDS.permute(1, 0, 3, 2).reshape(2, 64, 16), expected_KTD)
+    assert torch.equal(pages.value_PKSD.transpose(0, 1).reshape(2, 64, 16), expected_KTD)
+    assert torch.equal(pages.key_scale_PKS.transpose(0, 1).reshape(2, 64), scale_KT)
+    assert torch.equal(pages.value_scale_PKS.transpose(0, 1).reshape(2, 64), scale_KT)

@@ -13,6 +13,7 @@ from torch import nn
 from transformers.pytorch_utils import Conv1D
 
 from batchkv.batch_invariance import row_multiple
+from batchkv.config import KVDtype
 from batchkv.engine import Engine
 from batchkv.errors import UserError
 from batchkv.kernels.native_cpu import is_covered
@@ -39,13 +40,22 @@ def results(engine: Engine, table: pa.Table) -> list[tuple[Any, ...]]:
 
 @needs_native
 @pytest.mark.parametrize(
-    ("family", "is_loaded"), [("llama", False), ("gemma2", False), ("phi3", False), ("llama", True), ("qwen2", True)]
+    ("family", "is_loaded", "kv_dtype"),
+    [
+        ("llama", False, "auto"),
+        ("gemma2", False, "int8"),
+        ("phi3", False, "auto"),
+        ("llama", True, "int8"),
+        ("qwen2", True, "auto"),
+    ],
 )
-def test_tokens_and_logprobs_do_not_depend_on_what_runs_together(family: str, is_loaded: bool, tmp_path: Path) -> None:
+def test_tokens_and_logprobs_do_not_depend_on_what_runs_together(
+    family: str, is_loaded: bool, kv_dtype: KVDtype, tmp_path: Path
+) -> None:
     live = FAMILIES[family]()
     model = save_tiny(live, tmp_path) if is_loaded else live  # a loaded model has packed layers
     table = jobs()
-    engine = Engine(model, deterministic=True)
+    engine = Engine(model, kv_dtype=kv_dtype, deterministic=True)
     expected = results(engine, table)
     assert summary_of(engine.run(table, SamplingParams(max_tokens=1)))["batch_invariant"]
     shuffled = table.take(np.random.default_rng(1).permutation(len(table)))
@@ -60,7 +70,7 @@ def test_tokens_and_logprobs_do_not_depend_on_what_runs_together(family: str, is
         {"kv_memory": 300 * engine.layout.bytes_per_token},
     ]
     for variant in variants:
-        assert results(Engine(model, **variant), table) == expected, variant
+        assert results(Engine(model, kv_dtype=kv_dtype, **variant), table) == expected, variant
 
 
 class RoundsBelow(nn.Linear):
