@@ -24,7 +24,8 @@ LN2 = tl.constexpr(0.6931471805599453)
 NOTHING = tl.constexpr(-1e30)
 
 
-@triton.jit
+# Numbers that differ from model to model or from launch to launch make no variants of their own.
+@triton.jit(do_not_specialize=["num_kv_heads", "window"], do_not_specialize_on_alignment=["num_items_ptr"])
 def attend_items(
     query_ptr,
     key_ptr,
@@ -191,7 +192,7 @@ def _attend_tile(
     key_ptrs = key_ptr + slot[None, :] * stride_key_slot + kv_head * KEY_DIM + key_dim[:, None]
     if IS_MASKED:
         key = tl.load(key_ptrs, mask=is_key[None, :] & (key_dim[:, None] < KEY_DIM), other=0)
-    elif KEY_DIM != key_dim.shape[0]:
+    elif key_dim.shape[0] != KEY_DIM:
         key = tl.load(key_ptrs, mask=key_dim[:, None] < KEY_DIM, other=0)
     else:
         key = tl.load(key_ptrs)
@@ -221,7 +222,7 @@ def _attend_tile(
     value_ptrs = value_ptr + slot[:, None] * stride_value_slot + kv_head * VALUE_DIM + value_dim[None, :]
     if IS_MASKED:
         value = tl.load(value_ptrs, mask=is_key[:, None] & (value_dim[None, :] < VALUE_DIM), other=0)
-    elif VALUE_DIM != value_dim.shape[0]:
+    elif value_dim.shape[0] != VALUE_DIM:
         value = tl.load(value_ptrs, mask=value_dim[None, :] < VALUE_DIM, other=0)
     else:
         value = tl.load(value_ptrs)
@@ -229,7 +230,7 @@ def _attend_tile(
     return out * kept[:, None] + weighted, total, new_largest
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_heads"], do_not_specialize_on_alignment=["num_tokens_ptr"])
 def merge_states(
     state_out_ptr,
     state_lse_ptr,
@@ -245,7 +246,7 @@ def merge_states(
     BLOCK_H: tl.constexpr,
     HAS_SINKS: tl.constexpr,
 ):
-    """Grid (programs, blocks of heads). The states of token `tokens[i]` are `states[first_state[i] : first_state[i+1]]`.
+    """Grid (programs, blocks of heads). Token `tokens[i]` has the states `states[first_state[i] : first_state[i + 1]]`.
 
     They are merged in this order, which is that of the key positions they cover: with o_i the result over some keys
     and lse_i the log of the sum of their exponentials, `lse = log sum exp(lse_i)`, `o = sum exp(lse_i - lse) o_i`.
