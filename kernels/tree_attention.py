@@ -191,14 +191,14 @@ def _attend_tile(
 
     key_ptrs = key_ptr + slot[None, :] * stride_key_slot + kv_head * KEY_DIM + key_dim[:, None]
     if IS_MASKED:
-        key = tl.load(key_ptrs, mask=is_key[None, :] & (key_dim[:, None] < KEY_DIM), other=0)
+        key = tl.load(key_ptrs, mask=is_key[None, :] & (key_dim[:, None] < KEY_DIM), other=0.0)
     elif key_dim.shape[0] != KEY_DIM:
-        key = tl.load(key_ptrs, mask=key_dim[:, None] < KEY_DIM, other=0)
+        key = tl.load(key_ptrs, mask=key_dim[:, None] < KEY_DIM, other=0.0)
     else:
         key = tl.load(key_ptrs)
     score = tl.dot(query, key.to(query.dtype), input_precision="ieee") * scale
     if IS_QUANTIZED:
-        key_scale = tl.load(key_scale_ptr + slot * num_kv_heads + kv_head, mask=is_key, other=0)
+        key_scale = tl.load(key_scale_ptr + slot * num_kv_heads + kv_head, mask=is_key, other=0.0)
         score = score * key_scale[None, :]
     if HAS_SOFTCAP:
         score = softcap * (2 * tl.sigmoid(2 * score / softcap) - 1)  # softcap * tanh(score / softcap)
@@ -217,13 +217,13 @@ def _attend_tile(
     total = total * kept + tl.sum(weight, 1)
 
     if IS_QUANTIZED:
-        value_scale = tl.load(value_scale_ptr + slot * num_kv_heads + kv_head, mask=is_key, other=0)
+        value_scale = tl.load(value_scale_ptr + slot * num_kv_heads + kv_head, mask=is_key, other=0.0)
         weight = weight * value_scale[None, :]
     value_ptrs = value_ptr + slot[:, None] * stride_value_slot + kv_head * VALUE_DIM + value_dim[None, :]
     if IS_MASKED:
-        value = tl.load(value_ptrs, mask=is_key[:, None] & (value_dim[None, :] < VALUE_DIM), other=0)
+        value = tl.load(value_ptrs, mask=is_key[:, None] & (value_dim[None, :] < VALUE_DIM), other=0.0)
     elif value_dim.shape[0] != VALUE_DIM:
-        value = tl.load(value_ptrs, mask=value_dim[None, :] < VALUE_DIM, other=0)
+        value = tl.load(value_ptrs, mask=value_dim[None, :] < VALUE_DIM, other=0.0)
     else:
         value = tl.load(value_ptrs)
     weighted = tl.dot(weight.to(query.dtype), value.to(query.dtype), input_precision="ieee")

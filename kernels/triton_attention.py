@@ -11,6 +11,7 @@ from itertools import product
 import torch
 import triton
 
+from batchkv.errors import UserError
 from batchkv.kernels.attention import AttentionBackend
 from batchkv.kernels.device_work import DeviceWork, WorkSizes
 from batchkv.kernels.launch import Launch
@@ -69,22 +70,16 @@ class TritonAttention(AttentionBackend[TritonKV, TritonWorkPlan]):
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._table = load_tiles(target_of(device))
+        self._target = target_of(device)
+        self._table = load_tiles(self._target)
         self._processors = processors_of(device)
 
     def allocate(
         self, num_pages: int, page_size: int, spec: LayerSpec, dtype: torch.dtype, device: torch.device
     ) -> TritonKV:
-        heads = (num_pages * page_size, spec.num_kv_heads)
-        scales: list[torch.Tensor | None] = [None, None]
-        if dtype in _QUANTIZED_MAX:
-            scales = [torch.empty(*heads, dtype=torch.float32, device=device) for _ in scales]
-        return TritonKV(
-            page_size,
-            torch.empty(*heads, spec.key_dim, dtype=dtype, device=device),
-            torch.empty(*heads, spec.value_dim, dtype=dtype, device=device),
-            *scales,
-        )
+        if dtype == torch.float8_e4m3fn and not supports_fp8(self._target):
+            raise UserError(f"this GPU ({self._target}) has no fp8: keep keys and values in int8 instead")
+        return empty_pages(num_pages, page_size, spec, dtype, device)
 
     def plan(self, batch: AttentionBatch, spec: LayerSpec) -> TritonWorkPlan:
         tiles, heads = self._table.tiles(max(spec.key_dim, spec.value_dim)), heads_per_item(spec)
@@ -136,6 +131,25 @@ class States:
 
     out_PHD: torch.Tensor
     lse_PH: torch.Tensor
+
+
+def supports_fp8(target: str) -> bool:
+    """Whether kernels can read fp8 (e4m3): NVIDIA's GPUs from sm_89 on."""
+    return not target.startswith("sm_") or int(target[3:]) >= 89
+
+
+def empty_pages(num_pages: int, page_size: int, spec: LayerSpec, dtype: torch.dtype, device: torch.device) -> TritonKV:
+    """The pages of one layer."""
+    heads = (num_pages * page_size, spec.num_kv_heads)
+    scales: list[torch.Tensor | None] = [None, None]
+    if dtype in _QUANTIZED_MAX:
+        scales = [torch.empty(*heads, dtype=torch.float32, device=device) for _ in scales]
+    return TritonKV(
+        page_size,
+        torch.empty(*heads, spec.key_dim, dtype=dtype, device=device),
+        torch.empty(*heads, spec.value_dim, dtype=dtype, device=device),
+        *scales,
+    )
 
 
 def heads_per_item(spec: LayerSpec) -> int:
