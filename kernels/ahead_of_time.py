@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import re
 import subprocess
 import sys
@@ -19,7 +18,6 @@ import tempfile
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass
-from functools import cache
 from itertools import product
 from multiprocessing import get_context
 from pathlib import Path
@@ -30,6 +28,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.runtime.driver import driver
 
+from batchkv.errors import UserError
 from batchkv.kernels.device_work import DeviceWork, WorkSizes
 from batchkv.kernels.launch import Launch
 from batchkv.kernels.tiles import Tile, load_tiles
@@ -67,7 +66,9 @@ class Target:
 TARGETS = {
     "sm_80": Target(GPUTarget("cuda", 80, 32), 163 * 1024),
     "sm_90": Target(GPUTarget("cuda", 90, 32), 227 * 1024),
+    "sm_89": Target(GPUTarget("cuda", 89, 32), 99 * 1024),
     "sm_100": Target(GPUTarget("cuda", 100, 32), 227 * 1024),
+    "sm_120": Target(GPUTarget("cuda", 120, 32), 99 * 1024),
     "gfx942": Target(GPUTarget("hip", "gfx942", 64), 64 * 1024),
 }
 HEAD_DIMS = (64, 80, 96, 128, 256)
@@ -177,21 +178,28 @@ def compile_variant(variant: Variant) -> Facts:
     """Compiles it, or takes it from Triton's cache.
 
     Raises:
-        RuntimeError: in this process Triton interprets, and compiles nothing.
+        UserError: in this process Triton interprets, and compiles nothing.
     """
     _refuse_to_interpret()
     driver.set_active(_AbsentDevice(variant.target))
     try:
         compiled = launch_of(variant).compile()
     except Exception as error:  # of a compiler: any type, and many lines
-        return Facts(error=f"{type(error).__name__}: {str(error).strip()[-400:]}")
+        return Facts(error=_root_of(error))
     is_amd = TARGETS[variant.target].gpu.backend == "hip"
     return _amd_facts(compiled) if is_amd else _nvidia_facts(compiled)
 
 
+def _root_of(error: BaseException) -> str:
+    """The first of the errors that one led to another: Triton reports every level of inlining."""
+    while error.__cause__ is not None:
+        error = error.__cause__
+    return f"{type(error).__name__}: {str(error).strip()[:400]}"
+
+
 def _refuse_to_interpret() -> None:
     if triton.knobs.runtime.interpret:
-        raise RuntimeError("TRITON_INTERPRET is set: Triton interprets kernels and cannot compile them; unset it")
+        raise UserError("TRITON_INTERPRET is set: Triton interprets kernels and cannot compile them; unset it")
 
 
 def _nvidia_facts(compiled: Any) -> Facts:
@@ -235,42 +243,41 @@ def _amd_facts(compiled: Any) -> Facts:
 
 
 def all_variants(target: str) -> Iterator[Variant]:
-    """Every kernel, head dim, tile and KV dtype; flags one at a time and together; group sizes."""
-    yield from _small_kernels(target, HEAD_DIMS)
+    """Every head dim and tile with every KV dtype, without flags and with all; one flag at a time; group sizes."""
+    yield from _small_kernels(target, ("bf16", "int8", "fp8"))
     for head_dim in HEAD_DIMS:
-        is_padded = head_dim in (80, 96)  # compiled as 128 is, with masks
-        flag_sets = (NO_FLAGS, ALL_FLAGS) if is_padded else (NO_FLAGS, *((flag,) for flag in ALL_FLAGS), ALL_FLAGS)
-        yield from _attention_variants(target, head_dim, ["bf16"], flag_sets)
-        yield from _attention_variants(target, head_dim, ["fp16", "int8", "fp8"], (NO_FLAGS, ALL_FLAGS))
-        for group in () if is_padded else (n for n in GROUPS if n != 4):
-            yield from _attention_variants(target, head_dim, ["bf16"], (ALL_FLAGS,), group)
+        yield from _attention_variants(target, head_dim, ("bf16",), (NO_FLAGS, ALL_FLAGS))
+    for head_dim in (64, 128, 256):  # 80 and 96 are what 128 is, with masks
+        yield from _attention_variants(target, head_dim, ("fp16", "int8", "fp8"), (ALL_FLAGS,))
+    yield from _attention_variants(target, 128, ("bf16",), [(flag,) for flag in ALL_FLAGS])
+    for group in GROUPS:
+        yield from _attention_variants(target, 128, ("bf16",), (ALL_FLAGS,), group)
 
 
 def chosen_variants(target: str) -> Iterator[Variant]:
-    """The few that stand for all: they take about a minute a target."""
-    yield from _small_kernels(target, (128,))
+    """The few that stand for all."""
+    yield from _small_kernels(target, ("bf16", "int8"))
     for head_dim in (64, 128, 256):
-        yield from _attention_variants(target, head_dim, ["bf16"], (NO_FLAGS,))
+        yield from _attention_variants(target, head_dim, ("bf16",), (NO_FLAGS,))
     smallest, middle, largest = load_tiles(target).tiles(128)
     yield Variant(target, "attend_items", 80, middle, flags=ALL_FLAGS)
     yield Variant(target, "attend_items", 128, largest, flags=ALL_FLAGS)
-    for kv_dtype, tile in product(_supported(target, ["int8", "fp8"]), (smallest, largest)):
+    for kv_dtype, tile in product(_supported(target, ("int8", "fp8")), (smallest, largest)):
         yield Variant(target, "attend_items", 128, tile, kv_dtype)
 
 
-def _small_kernels(target: str, head_dims: Sequence[int]) -> Iterator[Variant]:
-    for head_dim in head_dims:
-        yield Variant(target, "merge_states", head_dim, flags=("sinks",))
-        yield Variant(target, "copy_pages", head_dim)
-        for kv_dtype in _supported(target, ["bf16", "int8", "fp8"]):
-            yield Variant(target, "store_kv", head_dim, kv_dtype=kv_dtype)
+def _small_kernels(target: str, kv_dtypes: Sequence[str]) -> Iterator[Variant]:
+    yield Variant(target, "merge_states", 128, flags=("sinks",))
+    yield Variant(target, "copy_pages", 128)
+    for kv_dtype in _supported(target, kv_dtypes):
+        yield Variant(target, "store_kv", 128, kv_dtype=kv_dtype)
 
 
 def _attention_variants(
     target: str, head_dim: int, kv_dtypes: Sequence[str], flag_sets: Sequence[tuple[str, ...]], group: int = 4
 ) -> Iterator[Variant]:
     tiles = load_tiles(target).tiles(head_dim)
-    for kv_dtype, flags, tile in product(_supported(target, kv_dtypes), flag_sets, dict.fromkeys(tiles)):
+    for kv_dtype, flags, tile in product(_supported(target, kv_dtypes), flag_sets, tiles):
         yield Variant(target, "attend_items", head_dim, tile, kv_dtype, group, flags)
 
 
@@ -278,9 +285,146 @@ def _supported(target: str, kv_dtypes: Sequence[str]) -> list[str]:
     return [name for name in kv_dtypes if name != "fp8" or supports_fp8(target)]
 
 
-def compile_all(variants: Sequence[Variant], jobs: int) -> list[Facts]:
-    """The facts of each, by so many processes at once."""
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """A variant and what became of it."""
+
+    variant: Variant
+    facts: Facts
+
+    @property
+    def problems(self) -> list[str]:
+        """Why it should not be used; none if all is well."""
+        limit = TARGETS[self.variant.target].shared_limit
+        found = [self.facts.error] if self.facts.error else []
+        if self.facts.spilled_bytes:
+            found.append(f"spills {self.facts.spilled_bytes} bytes")
+        if self.facts.shared_bytes > limit:
+            found.append(f"needs {self.facts.shared_bytes} bytes of shared memory, and there are {limit}")
+        return found
+
+
+def compile_all(variants: Sequence[Variant], jobs: int) -> Iterator[Outcome]:
+    """Each of them in turn, by so many processes at once."""
     if jobs == 1:
-        return [compile_variant(variant) for variant in variants]
+        yield from (Outcome(variant, compile_variant(variant)) for variant in variants)
+        return
     with ProcessPoolExecutor(jobs, mp_context=get_context("spawn")) as pool:
-        return list(pool.map(compile_variant, variants))
+        yield from map(Outcome, variants, pool.map(compile_variant, variants))
+
+
+def table(outcomes: Sequence[Outcome]) -> str:
+    """Markdown, a row for each variant."""
+    header = ("target", "kernel", "head dim", "tile", "KV", "group", "flags")
+    facts = ("registers", "spilled B", "shared B", "matrix", "copies")
+    return _markdown([*header, *facts, "problems"], [_row(outcome) for outcome in outcomes])
+
+
+def _row(outcome: Outcome) -> list[str]:
+    variant, facts = outcome.variant, outcome.facts
+    return [
+        variant.target,
+        variant.kernel,
+        str(variant.head_dim),
+        _tile_name(variant.tile),
+        variant.kv_dtype,
+        str(variant.group),
+        ", ".join(variant.flags),
+        str(facts.registers),
+        str(facts.spilled_bytes),
+        str(facts.shared_bytes),
+        ", ".join(facts.matrix),
+        str(facts.async_copies),
+        "; ".join(" ".join(problem.split()) for problem in outcome.problems),
+    ]
+
+
+def summary(outcomes: Sequence[Outcome]) -> str:
+    """Markdown, a row for each tile: the most registers and KiB of shared memory of its variants, by KV dtype."""
+    by_tile: dict[tuple[str, int, str], list[Outcome]] = {}
+    for outcome in outcomes:
+        variant = outcome.variant
+        if variant.kernel == "attend_items":
+            key = (variant.target, variant.head_dim, _tile_name(variant.tile))
+            by_tile.setdefault(key, []).append(outcome)
+    rows = [
+        [
+            target,
+            str(head_dim),
+            tile,
+            *(_most([o.facts for o in of_tile if o.variant.kv_dtype == name]) for name in KV_DTYPES),
+            ", ".join(sorted({name for o in of_tile for name in o.facts.matrix})),
+            str(min(o.facts.async_copies for o in of_tile)),
+            str(max(o.facts.spilled_bytes for o in of_tile)),
+            str(len(of_tile)),
+        ]
+        for (target, head_dim, tile), of_tile in by_tile.items()
+    ]
+    return _markdown(
+        ["target", "head dim", "tile", *KV_DTYPES, "matrix", "copies, least", "spilled B, most", "variants"], rows
+    )
+
+
+def _most(facts: Sequence[Facts]) -> str:
+    if not facts:
+        return ""
+    return f"{max(f.registers for f in facts)} / {max(f.shared_bytes for f in facts) / 1024:.0f}"
+
+
+def _tile_name(tile: Tile | None) -> str:
+    return f"{tile.block_m}x{tile.block_n}, {tile.num_warps} warps, {tile.num_stages} stages" if tile else ""
+
+
+def _markdown(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    lines = [header, ["---"] * len(header), *rows]
+    return "\n".join("| " + " | ".join(cells) + " |" for cells in lines)
+
+
+def _parse_tile(text: str) -> Tile:
+    block_m, block_n, num_warps, num_stages = (int(number) for number in text.split("x"))
+    return Tile(block_m, block_n, num_warps, num_stages, keys_per_item=512)
+
+
+def _parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="batchkv.kernels.ahead_of_time", description=__doc__.split("\n")[0])
+    parser.add_argument("--target", nargs="+", choices=TARGETS, default=list(TARGETS))
+    parser.add_argument("--head-dim", nargs="+", type=int, choices=HEAD_DIMS, default=HEAD_DIMS)
+    parser.add_argument("--kv-dtype", nargs="+", choices=KV_DTYPES, default=list(KV_DTYPES))
+    parser.add_argument("--all", action="store_true", help="the full matrix: hundreds of variants, seconds each")
+    parser.add_argument("--tile", type=_parse_tile, help="ROWSxKEYSxWARPSxSTAGES in place of those in use")
+    parser.add_argument("--jobs", type=int, default=1, help="processes")
+    parser.add_argument("--format", choices=("table", "summary", "json"), default="table")
+    return parser.parse_args(arguments)
+
+
+def _selected(options: argparse.Namespace) -> list[Variant]:
+    variants: list[Variant] = []
+    for target in options.target:
+        if options.tile:
+            tried = product(options.head_dim, _supported(target, options.kv_dtype))
+            variants += [Variant(target, "attend_items", dim, options.tile, kv, flags=ALL_FLAGS) for dim, kv in tried]
+        else:
+            variants += all_variants(target) if options.all else chosen_variants(target)
+    return [v for v in dict.fromkeys(variants) if v.head_dim in options.head_dim and v.kv_dtype in options.kv_dtype]
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Compiles what is asked for and prints it. 1 if any of it should not be used."""
+    options = _parse_arguments(arguments)
+    variants = _selected(options)
+    outcomes = []
+    for outcome in compile_all(variants, options.jobs):
+        outcomes.append(outcome)
+        print(f"{len(outcomes)}/{len(variants)} {outcome.variant} {outcome.problems}", file=sys.stderr)
+    if options.format == "json":
+        print(json.dumps([{**asdict(outcome), "problems": outcome.problems} for outcome in outcomes]))
+    else:
+        print(table(outcomes) if options.format == "table" else summary(outcomes))
+    return int(any(outcome.problems for outcome in outcomes))
+
+
+if __name__ == "__main__":
+    try:
+        sys.exit(main())
+    except UserError as error:
+        sys.exit(str(error))

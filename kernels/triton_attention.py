@@ -208,7 +208,7 @@ def attention_launch(
         "HAS_SINKS": sinks_H is not None,
         "IS_QUANTIZED": kv.key_scale_SK is not None,
     }
-    grid = (min(work.sizes.items[number], _MOST_PROGRAMS), num_heads // plan.heads)
+    grid = (work.sizes.items[number], num_heads // plan.heads)
     return Launch(attend_items, grid, arguments, tile.num_warps, tile.num_stages)
 
 
