@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_kv_heads"])
 def store_kv(
     new_ptr,
     pool_ptr,
@@ -73,7 +73,7 @@ def _nearest_e4m3(x):
     return tl.where(x == x, rounded, x)
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["first_copy_ptr"])
 def copy_pages(
     pool_ptr,
     copies_ptr,

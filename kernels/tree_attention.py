@@ -24,7 +24,8 @@ LN2 = tl.constexpr(0.6931471805599453)
 NOTHING = tl.constexpr(-1e30)
 
 
-@triton.jit
+# Numbers that differ from model to model or from launch to launch make no variants of their own.
+@triton.jit(do_not_specialize=["num_kv_heads", "window"], do_not_specialize_on_alignment=["num_items_ptr"])
 def attend_items(
     query_ptr,
     key_ptr,
@@ -61,7 +62,7 @@ def attend_items(
     HAS_SINKS: tl.constexpr,
     IS_QUANTIZED: tl.constexpr,
 ):
-    """Grid (programs, H / HEADS); every program takes items until there are none left.
+    """Grid (items or more, H / HEADS). A loop over items here would have registers spilled for what stays the same.
 
     Args:
         query_ptr: [H, T, D], any strides but 1 between elements.
@@ -81,7 +82,8 @@ def attend_items(
     value_dim = tl.arange(0, VALUE_BLOCK)
     head = first_head + row % HEADS
 
-    for item in range(tl.program_id(0), tl.load(num_items_ptr), tl.num_programs(0)):
+    item = tl.program_id(0)
+    if item < tl.load(num_items_ptr):
         field_ptr = items_ptr + item * 8  # fields of `WorkItems.items`
         q_start = tl.load(field_ptr)
         q_len = tl.load(field_ptr + 1)
@@ -229,7 +231,7 @@ def _attend_tile(
     return out * kept[:, None] + weighted, total, new_largest
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_heads"], do_not_specialize_on_alignment=["num_tokens_ptr"])
 def merge_states(
     state_out_ptr,
     state_lse_ptr,

@@ -7,13 +7,16 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from itertools import product
 
 import torch
 import triton
 
+from batchkv.errors import UserError
 from batchkv.kernels.attention import AttentionBackend
 from batchkv.kernels.device_work import DeviceWork, WorkSizes, decode_sizes
 from batchkv.kernels.extend_work import PlannedStep, extend_work
+from batchkv.kernels.launch import Launch
 from batchkv.kernels.quantization import SMALLEST_SCALE, is_quantized, largest_stored
 from batchkv.kernels.store_kv import copy_pages, store_kv
 from batchkv.kernels.tiles import Tile, load_tiles, processors_of, target_of
@@ -69,24 +72,17 @@ class TritonAttention(AttentionBackend[TritonKV, TritonWorkPlan]):
     is_asynchronous = True
 
     def __init__(self, device: torch.device) -> None:
-        self.device = device
-        self._table = load_tiles(target_of(device))
+        self.device, self._target = device, target_of(device)
+        self._table = load_tiles(self._target)
         self._processors = processors_of(device)
         self._before: dict[LayerSpec, PlannedStep] = {}
 
     def allocate(
         self, num_pages: int, page_size: int, spec: LayerSpec, dtype: torch.dtype, device: torch.device
     ) -> TritonKV:
-        heads = (num_pages * page_size, spec.num_kv_heads)
-        scales: list[torch.Tensor | None] = [None, None]
-        if is_quantized(dtype):
-            scales = [torch.empty(*heads, dtype=torch.float32, device=device) for _ in scales]
-        return TritonKV(
-            page_size,
-            torch.empty(*heads, spec.key_dim, dtype=dtype, device=device),
-            torch.empty(*heads, spec.value_dim, dtype=dtype, device=device),
-            *scales,
-        )
+        if dtype == torch.float8_e4m3fn and not supports_fp8(self._target):
+            raise UserError(f"this GPU ({self._target}) has no fp8: keep keys and values in int8 instead")
+        return empty_pages(num_pages, page_size, spec, dtype, device)
 
     def plan(self, batch: AttentionBatch, spec: LayerSpec) -> TritonWorkPlan:
         work = self._work(batch, spec)
@@ -134,10 +130,10 @@ class TritonAttention(AttentionBackend[TritonKV, TritonWorkPlan]):
             (kv.key_SKD, kv.key_scale_SK, key_KTD),
             (kv.value_SKD, kv.value_scale_SK, value_KTD),
         ):
-            _store(pool_SKD, scale_SK, new_KTD, plan.work)
-            _copy_pages(pool_SKD, kv.page_size, plan.work)
-            if scale_SK is not None:
-                _copy_pages(scale_SK, kv.page_size, plan.work)
+            store_launch(pool_SKD, scale_SK, _last_dim_contiguous(new_KTD), plan.work).run()
+            pools = [pool_SKD] if scale_SK is None else [pool_SKD, scale_SK]
+            for pool, i in product(pools, range(plan.work.sizes.copy_rounds)):
+                copy_launch(pool, kv.page_size, plan.work, i).run()
 
     def attend(
         self,
@@ -153,24 +149,43 @@ class TritonAttention(AttentionBackend[TritonKV, TritonWorkPlan]):
         sizes, value_dim = plan.work.sizes, kv.value_SKD.shape[2]
         # zeros for tokens that fill up a step: they have no items
         out_THD = query_HTD.new_zeros(num_tokens, num_heads, value_dim)
-        states = _States(
+        states = States(
             torch.empty(sizes.states, num_heads, value_dim, dtype=torch.float32, device=out_THD.device),
             torch.empty(sizes.states, num_heads, dtype=torch.float32, device=out_THD.device),
         )
-        for i, tile in enumerate(plan.tiles):
-            if sizes.items[i]:
-                _attend(kv, plan, i, tile, _last_dim_contiguous(query_HTD), out_THD, states, scale, softcap, sinks_H)
+        query_HTD = _last_dim_contiguous(query_HTD)
+        for i in (i for i, items in enumerate(sizes.items) if items):
+            attention_launch(kv, plan, i, query_HTD, out_THD, states, scale, softcap, sinks_H).run()
         if sizes.states:
-            _merge(plan.work, states, out_THD, sinks_H)
+            merge_launch(plan.work, states, out_THD, sinks_H).run()
         return out_THD
 
 
 @dataclass(frozen=True, slots=True)
-class _States:
+class States:
     """Partial results: fp32 [P, H, value_dim] and the log of their sums, fp32 [P, H]."""
 
     out_PHD: torch.Tensor
     lse_PH: torch.Tensor
+
+
+def supports_fp8(target: str) -> bool:
+    """Whether kernels can read fp8 (e4m3): NVIDIA's GPUs from sm_89 on."""
+    return not target.startswith("sm_") or int(target[3:]) >= 89
+
+
+def empty_pages(num_pages: int, page_size: int, spec: LayerSpec, dtype: torch.dtype, device: torch.device) -> TritonKV:
+    """The pages of one layer."""
+    heads = (num_pages * page_size, spec.num_kv_heads)
+    scales: list[torch.Tensor | None] = [None, None]
+    if is_quantized(dtype):
+        scales = [torch.empty(*heads, dtype=torch.float32, device=device) for _ in scales]
+    return TritonKV(
+        page_size,
+        torch.empty(*heads, spec.key_dim, dtype=dtype, device=device),
+        torch.empty(*heads, spec.value_dim, dtype=dtype, device=device),
+        *scales,
+    )
 
 
 def heads_per_item(spec: LayerSpec) -> int:
@@ -179,116 +194,119 @@ def heads_per_item(spec: LayerSpec) -> int:
     return max(n for n in range(1, min(group, _MOST_HEADS) + 1) if group % n == 0)
 
 
-def _attend(
+def attention_launch(
     kv: TritonKV,
     plan: TritonWorkPlan,
     number: int,
-    tile: Tile,
     query_HTD: torch.Tensor,
     out_THD: torch.Tensor,
-    states: _States,
+    states: States,
     scale: float,
     softcap: float | None,
     sinks_H: torch.Tensor | None,
-) -> None:
-    """One launch: the items of one tile."""
-    work, num_heads = plan.work, query_HTD.shape[0]
+) -> Launch:
+    """The items of tile `number`."""
+    work, tile, num_heads = plan.work, plan.tiles[number], query_HTD.shape[0]
     key_dim, value_dim = kv.key_SKD.shape[2], kv.value_SKD.shape[2]
-    attend_items[(min(work.sizes.items[number], _MOST_PROGRAMS), num_heads // plan.heads)](
-        query_HTD,
-        kv.key_SKD,
-        kv.value_SKD,
-        kv.key_scale_SK,
-        kv.value_scale_SK,
-        sinks_H,
-        out_THD,
-        states.out_PHD,
-        states.lse_PH,
-        work.items[number],
-        work.counts[number:],
-        work.pages,
-        work.positions,
-        query_HTD.stride(0),
-        query_HTD.stride(1),
-        kv.key_SKD.stride(0),
-        kv.value_SKD.stride(0),
-        kv.key_SKD.shape[1],
-        scale,
-        softcap or 0.0,
-        plan.window or 0,
-        GROUP=num_heads // kv.key_SKD.shape[1],
-        HEADS=plan.heads,
-        KEY_DIM=key_dim,
-        VALUE_DIM=value_dim,
-        KEY_BLOCK=block_of(key_dim),
-        VALUE_BLOCK=block_of(value_dim),
-        PAGE_SIZE=kv.page_size,
-        BLOCK_M=tile.block_m,
-        BLOCK_N=tile.block_n,
-        HAS_WINDOW=plan.window is not None,
-        HAS_SOFTCAP=softcap is not None,
-        HAS_SINKS=sinks_H is not None,
-        IS_QUANTIZED=kv.key_scale_SK is not None,
-        num_warps=tile.num_warps,
-        num_stages=tile.num_stages,
-    )
+    arguments = {
+        "query_ptr": query_HTD,
+        "key_ptr": kv.key_SKD,
+        "value_ptr": kv.value_SKD,
+        "key_scale_ptr": kv.key_scale_SK,
+        "value_scale_ptr": kv.value_scale_SK,
+        "sinks_ptr": sinks_H,
+        "out_ptr": out_THD,
+        "state_out_ptr": states.out_PHD,
+        "state_lse_ptr": states.lse_PH,
+        "items_ptr": work.items[number],
+        "num_items_ptr": work.counts[number:],
+        "pages_ptr": work.pages,
+        "positions_ptr": work.positions,
+        "stride_query_head": query_HTD.stride(0),
+        "stride_query_token": query_HTD.stride(1),
+        "stride_key_slot": kv.key_SKD.stride(0),
+        "stride_value_slot": kv.value_SKD.stride(0),
+        "num_kv_heads": kv.key_SKD.shape[1],
+        "scale": scale,
+        "softcap": softcap or 0.0,
+        "window": plan.window or 0,
+        "GROUP": num_heads // kv.key_SKD.shape[1],
+        "HEADS": plan.heads,
+        "KEY_DIM": key_dim,
+        "VALUE_DIM": value_dim,
+        "KEY_BLOCK": block_of(key_dim),
+        "VALUE_BLOCK": block_of(value_dim),
+        "PAGE_SIZE": kv.page_size,
+        "BLOCK_M": tile.block_m,
+        "BLOCK_N": tile.block_n,
+        "HAS_WINDOW": plan.window is not None,
+        "HAS_SOFTCAP": softcap is not None,
+        "HAS_SINKS": sinks_H is not None,
+        "IS_QUANTIZED": kv.key_scale_SK is not None,
+    }
+    grid = (work.sizes.items[number], num_heads // plan.heads)
+    return Launch(attend_items, grid, arguments, tile.num_warps, tile.num_stages)
 
 
-def _merge(work: DeviceWork, states: _States, out_THD: torch.Tensor, sinks_H: torch.Tensor | None) -> None:
+def merge_launch(work: DeviceWork, states: States, out_THD: torch.Tensor, sinks_H: torch.Tensor | None) -> Launch:
+    """The results of tokens with several items."""
     num_heads, value_dim = out_THD.shape[1:]
-    merge_states[(min(work.sizes.merged_tokens, _MOST_PROGRAMS), triton.cdiv(num_heads, _MERGED_HEADS))](
-        states.out_PHD,
-        states.lse_PH,
-        sinks_H,
-        out_THD,
-        work.merged_tokens,
-        work.counts[len(work.items) :],
-        work.first_state,
-        work.states,
-        num_heads,
-        VALUE_DIM=value_dim,
-        VALUE_BLOCK=block_of(value_dim),
-        BLOCK_H=_MERGED_HEADS,
-        HAS_SINKS=sinks_H is not None,
-        num_warps=4,
-    )
+    arguments = {
+        "state_out_ptr": states.out_PHD,
+        "state_lse_ptr": states.lse_PH,
+        "sinks_ptr": sinks_H,
+        "out_ptr": out_THD,
+        "tokens_ptr": work.merged_tokens,
+        "num_tokens_ptr": work.counts[len(work.items) :],
+        "first_state_ptr": work.first_state,
+        "states_ptr": work.states,
+        "num_heads": num_heads,
+        "VALUE_DIM": value_dim,
+        "VALUE_BLOCK": block_of(value_dim),
+        "BLOCK_H": _MERGED_HEADS,
+        "HAS_SINKS": sinks_H is not None,
+    }
+    grid = (min(work.sizes.merged_tokens, _MOST_PROGRAMS), triton.cdiv(num_heads, _MERGED_HEADS))
+    return Launch(merge_states, grid, arguments)
 
 
-def _store(pool_SKD: torch.Tensor, scale_SK: torch.Tensor | None, new_KTD: torch.Tensor, work: DeviceWork) -> None:
-    new_KTD = _last_dim_contiguous(new_KTD)
+def store_launch(
+    pool_SKD: torch.Tensor, scale_SK: torch.Tensor | None, new_KTD: torch.Tensor, work: DeviceWork
+) -> Launch:
+    """New keys or values, to their slots."""
     num_kv_heads, num_tokens, dim = new_KTD.shape
-    store_kv[(num_tokens,)](
-        new_KTD,
-        pool_SKD,
-        scale_SK,
-        work.slots,
-        new_KTD.stride(0),
-        new_KTD.stride(1),
-        num_kv_heads,
-        DIM=dim,
-        DIM_BLOCK=triton.next_power_of_2(dim),
-        HEAD_BLOCK=triton.next_power_of_2(num_kv_heads),
-        LARGEST=largest_stored(pool_SKD.dtype),
-        SMALLEST_SCALE=SMALLEST_SCALE,
-        IS_INTEGER=not pool_SKD.dtype.is_floating_point,
-        num_warps=4,
-    )
+    arguments = {
+        "new_ptr": new_KTD,
+        "pool_ptr": pool_SKD,
+        "scale_ptr": scale_SK,
+        "slots_ptr": work.slots,
+        "stride_new_head": new_KTD.stride(0),
+        "stride_new_token": new_KTD.stride(1),
+        "num_kv_heads": num_kv_heads,
+        "DIM": dim,
+        "DIM_BLOCK": triton.next_power_of_2(dim),
+        "HEAD_BLOCK": triton.next_power_of_2(num_kv_heads),
+        "LARGEST": largest_stored(pool_SKD.dtype),
+        "SMALLEST_SCALE": SMALLEST_SCALE,
+        "IS_INTEGER": not pool_SKD.dtype.is_floating_point,
+    }
+    return Launch(store_kv, (num_tokens,), arguments)
 
 
-def _copy_pages(pool: torch.Tensor, page_size: int, work: DeviceWork) -> None:
+def copy_launch(pool: torch.Tensor, page_size: int, work: DeviceWork, number: int) -> Launch:
+    """Round `number` of the page copies."""
     row_elements = pool[0].numel()
+    arguments = {
+        "pool_ptr": pool,
+        "copies_ptr": work.copies,
+        "first_copy_ptr": work.copy_rounds[number:],
+        "row_elements": row_elements,
+        "PAGE_SIZE": page_size,
+        "SLOTS": _COPIED_SLOTS,
+        "BLOCK": min(_COPIED_ELEMENTS, triton.next_power_of_2(row_elements)),
+    }
     grid = (min(work.sizes.copies, _MOST_PROGRAMS), triton.cdiv(row_elements, _COPIED_ELEMENTS))
-    for i in range(work.sizes.copy_rounds):
-        copy_pages[grid](
-            pool,
-            work.copies,
-            work.copy_rounds[i:],
-            row_elements,
-            PAGE_SIZE=page_size,
-            SLOTS=_COPIED_SLOTS,
-            BLOCK=min(_COPIED_ELEMENTS, triton.next_power_of_2(row_elements)),
-            num_warps=4,
-        )
+    return Launch(copy_pages, grid, arguments)
 
 
 def _last_dim_contiguous(tensor: torch.Tensor) -> torch.Tensor:
