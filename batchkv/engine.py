@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from time import perf_counter
 from typing import Any
 
@@ -180,7 +181,7 @@ class Engine:
 
     def _execute(self, prepared: PreparedJob, metrics: RunMetrics, progress: Progress) -> list[Completion | None]:
         """The completion of every sequence of the plan."""
-        with paged_attention_of(self.model):
+        with _launching_on(self.device), paged_attention_of(self.model):
             with metrics.timed("plan"):
                 executor = self._executor(prepared, metrics, progress)
             return executor.run()
@@ -234,6 +235,11 @@ class Engine:
             return [None] * len(samples)
         token_ids = [sample.tolist() for sample in samples]
         return list(self.tokenizer.batch_decode(token_ids, skip_special_tokens=True))
+
+
+def _launching_on(device: torch.device) -> AbstractContextManager[Any]:
+    """Triton launches on the current device, which need not be the first one."""
+    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
 
 
 def _check_and_pack(model: PreTrainedModel) -> None:

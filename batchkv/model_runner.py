@@ -14,6 +14,7 @@ import torch
 from transformers import PreTrainedModel
 
 from batchkv.attention import IMPLEMENTATION, StepAttention
+from batchkv.errors import UserError
 from batchkv.kernels.attention import AttentionBackend
 from batchkv.kv_layout import KVLayout, LayerSpec
 from batchkv.step import AttentionBatch, Step
@@ -76,10 +77,13 @@ class ModelRunner:
         self._model, self._layout, self._backend = model, layout, backend
         self._device, self._row_multiple = model.device, row_multiple
         self._group_of = dict(zip(layout.layers, layout.layer_group, strict=True))
-        self._pages = tuple(
-            backend.allocate(pool_pages[group], page_size, spec, kv_dtype, model.device)
-            for spec, group in zip(layout.layers, layout.layer_group, strict=True)
-        )
+        try:
+            self._pages = tuple(
+                backend.allocate(pool_pages[group], page_size, spec, kv_dtype, model.device)
+                for spec, group in zip(layout.layers, layout.layer_group, strict=True)
+            )
+        except torch.OutOfMemoryError as error:
+            raise UserError(f"the KV cache does not fit into {model.device}: use less --kv-memory") from error
         self._graphs = self._decode_graphs(pool_pages, graph_rows) if graph_rows else None
 
     @property

@@ -49,4 +49,7 @@ def _triton(device: torch.device, wanted: Attention) -> AttentionBackend[Any, An
         from batchkv.kernels.triton_attention import TritonAttention  # Triton is not there on every system
     except ImportError:
         raise UserError(f"device {device} needs Triton, which is not installed: pip install triton") from None
-    return TritonAttention(device)
+    try:
+        return TritonAttention(device)
+    except ValueError as error:  # a GPU that there are no tiles for
+        raise UserError(f"device {device}: {error}: use --device cpu") from None

@@ -5,20 +5,29 @@ Steps overlap and decode steps go through graphs (on a CPU: the same buffers, no
 
 from __future__ import annotations
 
+from copy import deepcopy
+
 import numpy as np
 import pytest
 import torch
+from transformers import PreTrainedModel
 
 from batchkv.decode_graphs import buckets
 from batchkv.engine import Engine
 from batchkv.errors import UserError
 from batchkv.sampling_params import SamplingParams
 from batchkv.writer import summary_of
+from tests.kernels.test_attention import DEVICE
 from tests.oracle import generate_alone
 from tests.parity.test_families import model_of, table
 from tests.tiny_models import VOCAB_SIZE
 
 NEW_TOKENS = 4
+
+
+def on_device(family: str) -> PreTrainedModel:
+    """A copy of the family's model where Triton runs."""
+    return deepcopy(model_of(family)).to(DEVICE)
 
 
 def prompts() -> list[list[int]]:
@@ -32,7 +41,7 @@ def prompts() -> list[list[int]]:
 def test_a_job_on_the_triton_kernels_gives_every_row_the_tokens_it_gets_alone(family: str) -> None:
     """Full attention; windows with soft caps; windows with sinks."""
     model = model_of(family)
-    results = Engine(model, attention="triton", max_batch_tokens=24).run(
+    results = Engine(on_device(family), attention="triton", max_batch_tokens=24).run(
         table(prompts()), SamplingParams(max_tokens=NEW_TOKENS)
     )
     assert results["token_ids"].to_pylist() == [generate_alone(model, prompt, NEW_TOKENS) for prompt in prompts()]
@@ -43,7 +52,7 @@ def test_a_job_on_the_triton_kernels_gives_every_row_the_tokens_it_gets_alone(fa
 
 def test_quantized_keys_and_values_give_the_same_tokens_on_triton_as_on_torch() -> None:
     tokens = [
-        Engine(model_of("llama"), attention=attention, kv_dtype="int8")
+        Engine(on_device("llama") if attention == "triton" else model_of("llama"), attention=attention, kv_dtype="int8")
         .run(table(prompts()), SamplingParams(max_tokens=NEW_TOKENS))["token_ids"]
         .to_pylist()
         for attention in ("triton", "torch")
@@ -58,7 +67,7 @@ def test_a_model_that_cannot_be_recorded_runs_without_graphs_and_the_summary_say
         raise RuntimeError("operation not permitted when stream is capturing\nmore")
 
     monkeypatch.setattr("batchkv.decode_graphs.DecodeGraphs._record", refuse)
-    results = Engine(model_of("llama"), attention="triton").run(table(prompts()[:1]), SamplingParams(max_tokens=2))
+    results = Engine(on_device("llama"), attention="triton").run(table(prompts()[:1]), SamplingParams(max_tokens=2))
     assert results["token_ids"].to_pylist() == [generate_alone(model_of("llama"), prompts()[0], 2)]
     assert summary_of(results)["decode_graphs"] == "operation not permitted when stream is capturing"
 
