@@ -469,6 +469,39 @@ def test_a_preempted_sequence_that_ends_with_a_siblings_prefill_does_not_come_ba
 
 
 @in_both_modes
+@pytest.mark.parametrize("max_batch_tokens", [9, 12])
+def test_a_sequence_that_comes_back_before_it_is_known_to_have_ended(max_batch_tokens: int, overlap: bool) -> None:
+    """In overlap mode a step sets it aside, drops its node, lets it in again and prefills some or all of the node.
+
+    Then its end token arrives. Nothing is left to be prefilled, and no first token is sampled twice.
+    """
+    case = surprise(
+        ("111", 2, 6, (2,)),
+        ("2", 1, 9, (1,)),
+        ("33333", 2, 4, (1,)),
+        ("4444444444", 1, 5, (1,)),
+        layout="full",
+        extra_bytes=13,
+        rows_at_once=6,
+        max_batch_tokens=max_batch_tokens,
+    )
+    crowd = replace(case.params[0], max_tokens=10)
+    run = drive(replace(case, params=(crowd, *case.params[1:])), overlap=overlap)
+    assert run.preempted > 0
+
+
+@in_both_modes
+def test_who_ends_by_a_token_has_one_row_too_many_in_overlap_and_who_ends_by_length_none(overlap: bool) -> None:
+    rows = [("1", 1, 8, (3,)), ("2", 1, 8, (8,)), ("3", 1, 1, (1,)), ("4", 3, 5, (1, 4, 5))]
+    case = surprise(*rows, layout="full", extra_bytes=10_000, rows_at_once=16, max_batch_tokens=64)
+    case = replace(case, prompts=case.prompts[1:], params=case.params[1:], ends_at=case.ends_at[1:])
+    run = drive(case, overlap=overlap)
+    assert run.wasted_rows == (3 if overlap else 0)
+    assert run.decoded_tokens == 2 + 7 + 0 + 0 + 3 + 4 + run.wasted_rows
+    assert run.steps == 8
+
+
+@in_both_modes
 def test_nodes_that_preempted_sequences_left_behind_do_not_keep_the_last_one_out(overlap: bool) -> None:
     case = surprise(
         ("22", 1, 6, (12,)),
