@@ -92,6 +92,7 @@ def main(
     rows: Annotated[int, typer.Option(help="Only the first rows of each.")] = 64,
     max_tokens: Annotated[int | None, typer.Option(help="Exactly so many tokens a row, in place of the job's.")] = None,
     model: Annotated[str, typer.Option(help="A folder, a .gguf file or smollm2.")] = "smollm2",
+    kv_dtypes: Annotated[str, typer.Option(help="Which are compared with the model's dtype.")] = "int8,fp8",
     dtype: Annotated[str, typer.Option(help="Of the model: float32 or bfloat16.")] = "float32",
 ) -> None:
     """Run jobs with KV in each dtype, and print what quantization changes."""
@@ -104,7 +105,7 @@ def main(
         "| job | KV | rows equal | tokens before the first other one | tokens equal | Δ logprob | most | bytes/token |"
     )
     print("|---|---|---|---|---|---|---|---|")
-    for kv_dtype in ("int8", "fp8"):
+    for kv_dtype in kv_dtypes.split(","):
         engine = Engine(model, **options, kv_dtype=kv_dtype)
         for name, table in tables.items():
             results = engine.run(table, sampling)
