@@ -131,7 +131,7 @@ class DeviceWork:
 def _bounds(sizes: WorkSizes) -> list[int]:
     """Where each array begins, and the end."""
     aligned = [-(-n // _ALIGNMENT) * _ALIGNMENT for n in sizes.lengths]
-    return np.cumsum([0, *aligned]).tolist()
+    return [int(bound) for bound in np.cumsum([0, *aligned])]
 
 
 def _pack(work: WorkItems, sizes: WorkSizes) -> Int32Array:

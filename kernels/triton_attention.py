@@ -315,4 +315,4 @@ def _last_dim_contiguous(tensor: torch.Tensor) -> torch.Tensor:
 
 def block_of(dim: int) -> int:
     """The width of a tile that holds a head: a power of two, at least what a matrix product takes."""
-    return max(16, triton.next_power_of_2(dim))
+    return max(16, int(triton.next_power_of_2(dim)))
