@@ -41,7 +41,7 @@ def sliding(window: int, heads: int = 2, dim: int = 16) -> LayerSpec:
 
 def test_smollm2_takes_23040_bytes_per_token() -> None:
     layout = KVLayout(layer_specs(SMOLLM2), element_bytes=2)
-    assert layout.layers == (full(heads=3, dim=64),) * 30
+    assert layout.layers == (LayerSpec(9, 3, 64, 64, None),) * 30
     assert layout.bytes_per_token == 23_040
 
 
