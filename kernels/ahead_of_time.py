@@ -261,7 +261,7 @@ def chosen_variants(target: str) -> Iterator[Variant]:
         yield from _attention_variants(target, head_dim, ("bf16",), (NO_FLAGS,))
     smallest, middle, largest = load_tiles(target).tiles(128)
     yield Variant(target, "attend_items", 80, middle, flags=ALL_FLAGS)
-    yield Variant(target, "attend_items", 128, largest, flags=ALL_FLAGS)
+    yield Variant(target, "attend_items", 128, largest, group=3, flags=ALL_FLAGS)
     for kv_dtype, tile in product(_supported(target, ("int8", "fp8")), (smallest, largest)):
         yield Variant(target, "attend_items", 128, tile, kv_dtype)
 
