@@ -26,6 +26,7 @@ from batchkv.kernels.attention import AttentionBackend
 from batchkv.kernels.native_cpu import is_covered
 from batchkv.kernels.quantization import scale_bytes, storage_dtype
 from batchkv.kernels.selection import select_attention
+from batchkv.kernels.torch_cpu import TorchAttention
 from batchkv.kv_layout import KVLayout
 from batchkv.metrics import RunMetrics, summarize
 from batchkv.model_loader import (
@@ -87,6 +88,8 @@ class Engine:
         self.tokenizer = _tokenizer(model, tokenizer)
         self._kv_dtype = storage_dtype(self.config.kv_dtype, self.model.dtype)
         self._backend = select_attention(self._kv_dtype, self.device, self.config.attention)
+        # where the host computes itself there is nothing to gain, and every wasted row costs
+        self._overlap = self._backend.is_asynchronous
         self._row_multiple = row_multiple(self.model) if self._backend.is_batch_invariant else None
         if self.config.deterministic and self._row_multiple is None:
             raise UserError(_why_not_deterministic(self.model, self._kv_dtype, self._backend))
@@ -184,7 +187,14 @@ class Engine:
         with _launching_on(self.device), paged_attention_of(self.model):
             with metrics.timed("plan"):
                 executor = self._executor(prepared, metrics, progress)
-            return executor.run()
+            try:
+                return executor.run()
+            except torch.OutOfMemoryError as error:
+                raise UserError(
+                    f"{self.device} is out of memory in a forward pass: use less --kv-memory or --max-batch-tokens"
+                ) from error
+            finally:
+                executor.release()
 
     def _executor(self, prepared: PreparedJob, metrics: RunMetrics, progress: Progress) -> Executor:
         plan, job = prepared.plan, prepared.job
@@ -213,8 +223,7 @@ class Engine:
             Endings(params, plan.sequences.max_new_tokens, self.end_token_ids, self.tokenizer),
             max_batch_rows=self.config.max_batch_rows,
             max_batch_tokens=self.config.batch_tokens(self.device.type),
-            # where the host computes itself there is nothing to gain, and every wasted row costs
-            overlap=self._backend.is_asynchronous,
+            overlap=self._overlap,
             metrics=metrics,
             progress=progress,
         )
@@ -263,6 +272,8 @@ def _check_and_pack(model: PreTrainedModel) -> None:
 def _why_not_deterministic(model: PreTrainedModel, kv_dtype: torch.dtype, attention: AttentionBackend[Any, Any]) -> str:
     if attention.is_asynchronous:
         return "--deterministic: the kernels for GPUs do not give a row the same bits in any company: do without"
+    if isinstance(attention, TorchAttention) and is_covered(kv_dtype):
+        return "--deterministic needs the native attention kernel: take --attention auto, or do without"
     if not is_covered(torch.float32):
         return (
             "--deterministic needs the native attention kernel, which was not built: "
@@ -282,9 +293,15 @@ def _why_not_deterministic(model: PreTrainedModel, kv_dtype: torch.dtype, attent
 
 def kv_budget_bytes(config: EngineConfig, device: torch.device) -> int:
     """Bytes of KV that `--kv-memory` allows on this device, now: before or after the weights are loaded."""
-    is_gpu = device.type == "cuda"
-    free_bytes = torch.cuda.mem_get_info(device)[0] if is_gpu else psutil.virtual_memory().available
-    return parse_memory_size(config.kv_memory, free_bytes=free_bytes)
+    return parse_memory_size(config.kv_memory, free_bytes=_free_bytes(device))
+
+
+def _free_bytes(device: torch.device) -> int:
+    """On a GPU with what torch keeps of memory that it has no use for: an earlier run's KV."""
+    if device.type != "cuda":
+        return int(psutil.virtual_memory().available)
+    kept = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    return int(torch.cuda.mem_get_info(device)[0]) + kept
 
 
 def plan(
@@ -330,7 +347,7 @@ def _facts(config: PretrainedConfig, kv_dtype: torch.dtype) -> ModelFacts:
 
 
 def _execution_device(name: str) -> torch.device:
-    """`auto` is a GPU if there is one that torch and Triton can use."""
+    """`auto` is a GPU if torch sees one."""
     device = resolve_device(name)
     _check_device(device)
     return device

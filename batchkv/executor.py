@@ -118,9 +118,13 @@ class Executor:
                 launched, drawn = None, self._draw(launched)
                 self._finish(drawn)
         self._finish(self._draw(launched))
-        self._metrics.decode_graphs = self._runner.decode_graphs
+        self._metrics.decode_graphs, self._metrics.graph_steps = self._runner.decode_graphs, self._runner.graph_steps
         self._metrics.preempted_sequences += self._scheduler.preempted_sequences
         return self._completions
+
+    def release(self) -> None:
+        """Lets go of the KV memory: nothing can be run after that."""
+        self._runner.release()
 
     def _draw(self, launched: _Launched | None) -> _Drawn | None:
         """Has the device sample from a step's logits. All steps before it are finished."""

@@ -36,6 +36,7 @@ class RunMetrics:
     write_s: float = 0.0
     elapsed_s: float = 0.0
     decode_graphs: str = "off"
+    graph_steps: int = 0
 
     @contextmanager
     def timed(self, name: str) -> Iterator[None]:
@@ -83,6 +84,7 @@ def summarize(
         "kv_budget_tokens": plan.memory.budget_tokens,
         "kv_bytes_per_token": plan.memory.bytes_per_token,
         "steps": metrics.steps,
+        "graph_steps": metrics.graph_steps,
         **how,
         "load_s": round(metrics.load_s, 3),
         "read_s": round(metrics.read_s, 3),

@@ -84,12 +84,21 @@ class ModelRunner:
             )
         except torch.OutOfMemoryError as error:
             raise UserError(f"the KV cache does not fit into {model.device}: use less --kv-memory") from error
-        self._graphs = self._decode_graphs(pool_pages, graph_rows) if graph_rows else None
+        self._graphs = self._record(pool_pages, page_size, graph_rows) if graph_rows else None
+
+    def release(self) -> None:
+        """Lets go of pages and graphs. They refer to this runner, and so would stay until they are looked for."""
+        self._pages, self._graphs = (), None
 
     @property
     def decode_graphs(self) -> str:
         """Whether decode steps are recorded: `recorded`, or why not; `off` if nobody asked for it."""
         return (self._graphs.failure or "recorded") if self._graphs else "off"
+
+    @property
+    def graph_steps(self) -> int:
+        """Steps that were recorded ones."""
+        return self._graphs.steps if self._graphs else 0
 
     @torch.inference_mode()  # so that buffers of graphs, which were made in it, can be changed
     def prepare(self, step: Step) -> PreparedStep:
@@ -148,12 +157,14 @@ class ModelRunner:
         logits: torch.Tensor = output.logits[0]
         return logits
 
-    def _decode_graphs(self, pool_pages: tuple[int, ...], max_rows: int) -> DecodeGraphs:
+    def _record(self, pool_pages: tuple[int, ...], page_size: int, max_rows: int) -> DecodeGraphs:
         from batchkv.decode_graphs import DecodeGraphs  # Triton is not there on every system
 
         num_pages = {spec: pool_pages[group] for spec, group in self._group_of.items()}
         with torch.inference_mode():
-            return DecodeGraphs(self._backend, num_pages, self._run_model, self._attention_of, max_rows, self._device)
+            return DecodeGraphs(
+                self._backend, num_pages, page_size, self._run_model, self._attention_of, max_rows, self._device
+            )
 
     def _filled(self, numbers: npt.NDArray[np.int64], multiple: int, filling: int = 0) -> torch.Tensor:
         """On the device, filled up to the next multiple; nothing stays nothing."""

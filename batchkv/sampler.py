@@ -30,7 +30,7 @@ _WIDTHS = (64, 1024)
 # Bytes of fp32 logits worked on at once. On a CPU they stay in cache. Elsewhere they are enough to fill the
 # device; sorting whole rows takes some ten times as much.
 _CHUNK_BYTES_CPU = 4 << 20
-_CHUNK_BYTES = 16 << 20
+_CHUNK_BYTES = 128 << 20
 
 
 @dataclass(frozen=True, slots=True)

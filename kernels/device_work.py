@@ -9,6 +9,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from batchkv.kernels.tiles import Tile
 from batchkv.kernels.work_items import ITEM_FIELDS, WorkItems
 
 Int32Array = npt.NDArray[np.int32]
@@ -65,20 +66,29 @@ class WorkSizes:
         return (*self.items, *self.lengths[len(self.items) + 1 :])
 
 
-def decode_sizes(rows: int, num_pages: int, num_tiles: int) -> WorkSizes:
-    """Room for the usual decode steps of up to `rows` rows over a pool of `num_pages`: those of a graph.
+def decode_sizes(
+    rows: int, num_pages: int, page_size: int, tiles: tuple[Tile, ...], heads: int, items_wanted: int
+) -> WorkSizes:
+    """Room for the usual decode steps of up to `rows` rows over a pool of pages: those of a graph.
 
-    A trie of so many rows has fewer than twice as many segments; long ones are cut. The few steps that need more,
-    as with deep tries, run without a graph.
+    A trie of so many rows has fewer than twice as many segments, and few that many rows share. Their keys, together at
+    most the pool, are cut into runs; shorter ones only until there are `items_wanted`. The few steps that need more
+    room, as with deep tries, run without a graph.
+
+    Args:
+        heads, items_wanted: as `plan_work` takes them.
     """
+    queries = [tile.block_m // heads for tile in tiles]
+    segments = [2 * rows, *(4 * rows // q for q in queries[:-1])]
+    runs = [num_pages * page_size // tile.keys_per_item + 2 * items_wanted for tile in tiles]
     return WorkSizes(
-        items=(2 * rows + num_pages // 32,) * num_tiles,
+        items=tuple(s + r for s, r in zip(segments, runs, strict=True)),
         pages=num_pages,
         tokens=rows,
         merged_tokens=rows,
-        states=8 * rows,
+        states=8 * rows + runs[0] + 2 * items_wanted * min(rows, queries[-1]),
         copies=rows,
-        copy_rounds=2,
+        copy_rounds=1,
     )
 
 

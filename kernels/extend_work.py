@@ -31,13 +31,14 @@ class PlannedStep:
 def extend_work(before: PlannedStep, batch: AttentionBatch, tile: Tile) -> WorkItems | None:
     """The work of `batch`, if it is the step after `before` in the decoding of the same rows.
 
-    The last items may grow beyond the tile's `keys_per_item`.
+    The last items may grow to twice the tile's `keys_per_item`; then they are to be cut again.
 
     Args:
         tile: the smallest, which has the items of single rows.
 
     Returns:
-        None if anything but the rows' ends has changed, or behind a window, where all ranges move.
+        None if anything but the rows' ends has changed, if an item has grown too long, or behind a window, where all
+        ranges move.
     """
     if not _is_next_token_of_same_rows(before.batch, batch):
         return None
@@ -46,7 +47,7 @@ def extend_work(before: PlannedStep, batch: AttentionBatch, tile: Tile) -> WorkI
         return None
     narrow = before.work.items[0]
     last = _last_items(narrow, before.batch.kv_lens)
-    if last is None:
+    if last is None or (narrow[last, _K_HI] - narrow[last, _K_LO] >= 2 * tile.keys_per_item).any():
         return None
     narrow = narrow.copy()
     narrow[last, _K_HI] += 1

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from typing import Any
 
 import torch
@@ -29,7 +28,7 @@ def select_attention(
         UserError: the one that is wanted does not run there.
     """
     if device.type == "cuda" or wanted == "triton":
-        return _triton(device, wanted)
+        return _triton(kv_dtype, device, wanted)
     if wanted == "native" and not is_covered(kv_dtype):
         raise UserError(
             f"--attention native: the native kernel was not built or has no KV in {kv_dtype}: take --attention auto"
@@ -37,14 +36,25 @@ def select_attention(
     return NativeAttention() if wanted != "torch" and is_covered(kv_dtype) else TorchAttention()
 
 
-def _triton(device: torch.device, wanted: Attention) -> AttentionBackend[Any, Any]:
+def _interprets() -> bool:
+    """Whether Triton runs kernels in its interpreter."""
+    try:
+        import triton
+    except ImportError:
+        return False
+    return bool(triton.knobs.runtime.interpret)
+
+
+def _triton(kv_dtype: torch.dtype, device: torch.device, wanted: Attention) -> AttentionBackend[Any, Any]:
     if wanted not in ("auto", "triton"):
         raise UserError(f"--attention {wanted} runs on the CPU, and the model is on {device}: take --device cpu")
-    if device.type == "cpu" and os.environ.get("TRITON_INTERPRET") != "1":
+    if device.type == "cpu" and not _interprets():
         raise UserError(
             "--attention triton needs a GPU: take --attention auto, "
             "or set TRITON_INTERPRET=1 to run the kernels in Triton's interpreter, slowly"
         )
+    if device.type == "cpu" and kv_dtype == torch.bfloat16:
+        raise UserError("Triton's interpreter computes wrong products in bfloat16: take --dtype float32")
     try:
         from batchkv.kernels.triton_attention import TritonAttention  # Triton is not there on every system
     except ImportError:

@@ -9,6 +9,8 @@ from importlib.resources import files
 
 import torch
 
+from batchkv.errors import UserError
+
 
 @dataclass(frozen=True, slots=True)
 class Tile:
@@ -45,11 +47,12 @@ class TileTable:
         """For heads of this dim.
 
         Raises:
-            ValueError: there are none for so large a head.
+            UserError: there are none for so large a head.
         """
         fitting = [dim for dim in self.by_head_dim if dim >= head_dim]
         if not fitting:
-            raise ValueError(f"no tiles for heads of {head_dim} on {self.target}: at most {max(self.by_head_dim)}")
+            largest = max(self.by_head_dim)
+            raise UserError(f"no kernel on {self.target} for heads of {head_dim}, at most {largest}: use --device cpu")
         return self.by_head_dim[min(fitting)]
 
 

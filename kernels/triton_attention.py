@@ -90,13 +90,15 @@ class TritonAttention(AttentionBackend[TritonKV, TritonWorkPlan]):
         plan.work.load(work)
         return plan
 
-    def decode_plan(self, rows: int, num_pages: int, spec: LayerSpec) -> TritonWorkPlan:
+    def decode_plan(self, rows: int, num_pages: int, page_size: int, spec: LayerSpec) -> TritonWorkPlan:
         """A plan whose arrays stay where they are, for decode steps of up to `rows` rows; at first without work.
 
         Args:
             num_pages: of the pool, which no step can hold more of.
         """
-        plan = self._empty_plan(spec, decode_sizes(rows, num_pages, len(self._tiles(spec))))
+        tiles, heads = self._tiles(spec), heads_per_item(spec)
+        sizes = decode_sizes(rows, num_pages, page_size, tiles, heads, self._items_wanted(spec))
+        plan = self._empty_plan(spec, sizes)
         plan.work.load(no_work(len(plan.tiles)))
         return plan
 
@@ -112,16 +114,21 @@ class TritonAttention(AttentionBackend[TritonKV, TritonWorkPlan]):
     def _tiles(self, spec: LayerSpec) -> tuple[Tile, ...]:
         return self._table.tiles(max(spec.key_dim, spec.value_dim))
 
+    def _items_wanted(self, spec: LayerSpec) -> int:
+        """So many keep the device busy."""
+        return self._processors * _PROGRAMS_PER_PROCESSOR * heads_per_item(spec) // spec.num_heads
+
     def _empty_plan(self, spec: LayerSpec, sizes: WorkSizes) -> TritonWorkPlan:
         work = DeviceWork.allocate(sizes, self.device)
         return TritonWorkPlan(self._tiles(spec), heads_per_item(spec), spec.window, work)
 
     def _work(self, batch: AttentionBatch, spec: LayerSpec) -> WorkItems:
-        tiles, heads, before = self._tiles(spec), heads_per_item(spec), self._before.get(spec)
+        tiles, before = self._tiles(spec), self._before.get(spec)
+        if before and before.batch is batch:  # it did not fit a graph
+            return before.work
         work = extend_work(before, batch, tiles[0]) if before else None
         if work is None:
-            wanted = self._processors * _PROGRAMS_PER_PROCESSOR * heads // spec.num_heads
-            work = plan_work(batch, tiles, heads, items_wanted=wanted)
+            work = plan_work(batch, tiles, heads_per_item(spec), self._items_wanted(spec))
         self._before[spec] = PlannedStep(batch, work)
         return work
 

@@ -9,9 +9,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from batchkv.kernels.device_work import WorkSizes, decode_sizes
 from batchkv.kernels.extend_work import PlannedStep, extend_work
 from batchkv.kernels.reference import ReferenceAttention
-from batchkv.kernels.tiles import Tile
+from batchkv.kernels.tiles import Tile, load_tiles
 from batchkv.kernels.work_items import WorkItems, plan_work, traffic
 from batchkv.kv_cache import KVCache, PageCopies
 from batchkv.step import AttentionBatch
@@ -108,9 +109,13 @@ def test_a_step_with_the_next_token_of_the_same_rows_extends_the_work_before(cas
     for number in range(num_steps):
         batch = next_token(batch, fresh_page=10_000 + 100 * number)
         work = extend_work(planned, batch, TILES[0])
-        if work is None:  # a row's last key is another row's too: an inner node that was decoded with its leaves
-            assert number == 0
-            return
+        if work is None:
+            lengths = planned.work.items[0][:, 5] - planned.work.items[0][:, 3]
+            if lengths.max(initial=0) < 2 * TILES[0].keys_per_item:
+                # a row's last key is another row's too: an inner node that was decoded with its leaves
+                assert number == 0
+                return
+            work = plan_work(batch, TILES, heads=3)
         planned = PlannedStep(batch, work)
         assert keys_of_queries(work, batch) == keys_of_queries(plan_work(batch, TILES, heads=3), batch)
 
@@ -178,7 +183,34 @@ def depth_first_rows(parents: np.ndarray, node_of_row: np.ndarray) -> list[int]:
     return rows
 
 
-GPU_TILES = (Tile(16, 128, 4, 2, 512), Tile(64, 64, 4, 3, 2048), Tile(128, 64, 8, 2, 4096))
+GPU_TILES = load_tiles("sm_90").tiles(128)
+
+
+@pytest.mark.parametrize(
+    ("rows", "shared", "own"),
+    [
+        (16, 2048, 64),
+        (16, 16384, 64),
+        (64, 16384, 64),
+        (8, 0, 2000),
+        (32, 0, 5000),
+        (256, 2048, 64),
+        (256, 0, 8000),
+        (1024, 4096, 64),
+    ],
+)
+def test_graphs_have_room_for_usual_decode_steps(rows: int, shared: int, own: int) -> None:
+    """With the tiles and the processors of an H100, in a pool that holds these rows and no more."""
+    num_pages = shared // 16 + rows * (-(-own // 16))
+    cache = KVCache((num_pages,), (None,), 16)
+    root = cache.create()
+    cache.append(np.array([root]), np.array([shared]))
+    handles = np.array([cache.fork(root) for _ in range(rows)])
+    cache.append(handles, np.full(rows, own))
+    table, lengths = cache.page_table(0, handles), cache.lengths(handles)
+    batch = AttentionBatch(16, None, table, lengths, np.arange(rows + 1), np.zeros(rows, np.int64))
+    work = plan_work(batch, GPU_TILES, 4, items_wanted=132)
+    assert decode_sizes(rows, num_pages, 16, GPU_TILES, 4, 132).hold(WorkSizes.of(work))
 
 
 @pytest.mark.parametrize("heads", [1, 4, 8])

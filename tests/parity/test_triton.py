@@ -47,7 +47,10 @@ def test_a_job_on_the_triton_kernels_gives_every_row_the_tokens_it_gets_alone(fa
     assert results["token_ids"].to_pylist() == [generate_alone(model, prompt, NEW_TOKENS) for prompt in prompts()]
     summary = summary_of(results)
     assert summary["prefill_tokens"] == summary["planned_prefill_tokens"]
-    assert (summary["attention"], summary["decode_graphs"]) == ("triton", "recorded")
+    assert summary["attention"] == "triton"
+    # on a GPU experts in fp32 ask the host
+    assert summary["decode_graphs"] == "recorded" or (family == "gpt_oss" and DEVICE.type == "cuda")
+    assert summary["graph_steps"] or family == "gpt_oss"
 
 
 def test_quantized_keys_and_values_give_the_same_tokens_on_triton_as_on_torch() -> None:
@@ -63,10 +66,10 @@ def test_quantized_keys_and_values_give_the_same_tokens_on_triton_as_on_torch() 
 def test_a_model_that_cannot_be_recorded_runs_without_graphs_and_the_summary_says_why(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    def refuse(*_: object) -> None:
+    def refuse(_: object) -> None:
         raise RuntimeError("operation not permitted when stream is capturing\nmore")
 
-    monkeypatch.setattr("batchkv.decode_graphs.DecodeGraphs._record", refuse)
+    monkeypatch.setattr("batchkv.decode_graphs._recorder_of", lambda device: refuse)
     results = Engine(on_device("llama"), attention="triton").run(table(prompts()[:1]), SamplingParams(max_tokens=2))
     assert results["token_ids"].to_pylist() == [generate_alone(model_of("llama"), prompts()[0], 2)]
     assert summary_of(results)["decode_graphs"] == "operation not permitted when stream is capturing"
