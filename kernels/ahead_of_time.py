@@ -31,6 +31,7 @@ from triton.runtime.driver import driver
 from batchkv.errors import UserError
 from batchkv.kernels.device_work import DeviceWork, WorkSizes
 from batchkv.kernels.launch import Launch
+from batchkv.kernels.quantization import is_quantized
 from batchkv.kernels.tiles import Tile, load_tiles
 from batchkv.kernels.triton_attention import (
     States,
@@ -41,6 +42,7 @@ from batchkv.kernels.triton_attention import (
     empty_pages,
     heads_per_item,
     merge_launch,
+    precision_on,
     store_launch,
     supports_fp8,
 )
@@ -72,7 +74,13 @@ TARGETS = {
     "gfx942": Target(GPUTarget("hip", "gfx942", 64), 64 * 1024),
 }
 HEAD_DIMS = (64, 80, 96, 128, 256)
-KV_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "int8": torch.int8, "fp8": torch.float8_e4m3fn}
+KV_DTYPES = {
+    "bf16": torch.bfloat16,
+    "fp16": torch.float16,
+    "fp32": torch.float32,
+    "int8": torch.int8,
+    "fp8": torch.float8_e4m3fn,
+}
 GROUPS = (1, 3, 4, 8)
 NO_FLAGS: tuple[str, ...] = ()
 ALL_FLAGS = ("window", "softcap", "sinks")
@@ -85,7 +93,7 @@ class Variant:
     Attributes:
         kernel: attend_items, merge_states, store_kv or copy_pages.
         tile: of attend_items.
-        kv_dtype: a key of `KV_DTYPES`; queries are fp16 with fp16, else bf16.
+        kv_dtype: a key of `KV_DTYPES`; queries have it too, but bf16 with int8 and fp8.
         group: query heads per KV head.
         flags: of `ALL_FLAGS`.
     """
@@ -123,7 +131,7 @@ class Facts:
 def launch_of(variant: Variant) -> Launch:
     """What a run would launch, with tensors that have no storage."""
     dtype = KV_DTYPES[variant.kv_dtype]
-    query_dtype = torch.float16 if variant.kv_dtype == "fp16" else torch.bfloat16
+    query_dtype = torch.bfloat16 if is_quantized(dtype) else dtype
     window = _WINDOW if "window" in variant.flags else None
     spec = LayerSpec(_KV_HEADS * variant.group, _KV_HEADS, variant.head_dim, variant.head_dim, window)
     kv = empty_pages(4, _PAGE_SIZE, spec, dtype, _META)
@@ -148,7 +156,8 @@ def _attention(variant: Variant, spec: LayerSpec, kv: TritonKV, query_HTD: torch
         return merge_launch(_work(), states, out_THD, sinks_H)
     if variant.tile is None:
         raise ValueError(f"{variant} needs a tile")
-    plan = TritonWorkPlan((variant.tile,), heads_per_item(spec), spec.window, _work())
+    precision = precision_on(variant.target)
+    plan = TritonWorkPlan((variant.tile,), heads_per_item(spec), spec.window, precision, _work())
     softcap = _SOFTCAP if "softcap" in variant.flags else None
     return attention_launch(kv, plan, 0, query_HTD, out_THD, states, 0.125, softcap, sinks_H)
 

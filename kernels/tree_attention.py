@@ -61,6 +61,7 @@ def attend_items(
     HAS_SOFTCAP: tl.constexpr,
     HAS_SINKS: tl.constexpr,
     IS_QUANTIZED: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):
     """Grid (items or more, H / HEADS). A loop over items here would have registers spilled for what stays the same.
 
@@ -73,6 +74,7 @@ def attend_items(
         state_out_ptr, state_lse_ptr: fp32 [P, H, VALUE_DIM] and [P, H], contiguous.
         items_ptr, num_items_ptr, pages_ptr, positions_ptr: int32, see `WorkItems`.
         GROUP: query heads per KV head, of which HEADS (a divisor) go into one program.
+        PRECISION: how fp32 queries are multiplied (tl.dot's input_precision).
         KEY_BLOCK, VALUE_BLOCK: the dims rounded up to powers of two.
     """
     first_head = tl.program_id(1) * HEADS
@@ -114,14 +116,14 @@ def attend_items(
                 query, position, out, total, largest, k, k_hi, page_ptr, key_ptr, value_ptr, key_scale_ptr,
                 value_scale_ptr, stride_key_slot, stride_value_slot, num_kv_heads, kv_head, key_dim, value_dim,
                 scale, softcap, window, KEY_DIM, VALUE_DIM, PAGE_SIZE, BLOCK_N, HAS_WINDOW, HAS_SOFTCAP,
-                IS_QUANTIZED, False,
+                IS_QUANTIZED, PRECISION, False,
             )  # fmt: skip
         for k in range(k_unmasked, k_hi, BLOCK_N):
             out, total, largest = _attend_tile(
                 query, position, out, total, largest, k, k_hi, page_ptr, key_ptr, value_ptr, key_scale_ptr,
                 value_scale_ptr, stride_key_slot, stride_value_slot, num_kv_heads, kv_head, key_dim, value_dim,
                 scale, softcap, window, KEY_DIM, VALUE_DIM, PAGE_SIZE, BLOCK_N, HAS_WINDOW, HAS_SOFTCAP,
-                IS_QUANTIZED, True,
+                IS_QUANTIZED, PRECISION, True,
             )  # fmt: skip
 
         is_value = is_real[:, None] & (value_dim[None, :] < VALUE_DIM)
@@ -176,6 +178,7 @@ def _attend_tile(
     HAS_WINDOW: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr,
     IS_QUANTIZED: tl.constexpr,
+    PRECISION: tl.constexpr,
     IS_MASKED: tl.constexpr,
 ):
     """Goes on with the online softmax of a tile of queries over the BLOCK_N keys from position `k` on.
@@ -197,7 +200,7 @@ def _attend_tile(
         key = tl.load(key_ptrs, mask=key_dim[:, None] < KEY_DIM, other=0.0)
     else:
         key = tl.load(key_ptrs)
-    score = tl.dot(query, key.to(query.dtype), input_precision="ieee") * scale
+    score = tl.dot(query, key.to(query.dtype), input_precision=PRECISION) * scale
     if IS_QUANTIZED:
         key_scale = tl.load(key_scale_ptr + slot * num_kv_heads + kv_head, mask=is_key, other=0.0)
         score = score * key_scale[None, :]
@@ -227,7 +230,7 @@ def _attend_tile(
         value = tl.load(value_ptrs, mask=value_dim[None, :] < VALUE_DIM, other=0.0)
     else:
         value = tl.load(value_ptrs)
-    weighted = tl.dot(weight.to(query.dtype), value.to(query.dtype), input_precision="ieee")
+    weighted = tl.dot(weight.to(query.dtype), value.to(query.dtype), input_precision=PRECISION)
     return out * kept[:, None] + weighted, total, new_largest
 
 

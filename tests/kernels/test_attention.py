@@ -136,6 +136,8 @@ class Trie:
         self.device = backend.device if isinstance(backend, TritonAttention) else torch.device("cpu")
         if IS_INTERPRETED and isinstance(backend, TritonAttention) and case.dtype == torch.bfloat16:
             case = replace(case, dtype=torch.float16)  # the interpreter computes wrong products in bf16
+        if isinstance(backend, NativeAttention) and case.dtype == torch.float16:
+            case = replace(case, dtype=torch.bfloat16)  # the 16 bits that it has
         self.case, self.backend, self.kv_dtype = case, backend, kv_dtype or case.dtype
         self.generator = torch.Generator().manual_seed(case.seed)
         num_pages = sum((node.cached + node.chunk) // case.page_size + 2 for node in case.nodes) + 4

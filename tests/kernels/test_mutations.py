@@ -45,7 +45,7 @@ numbers = itertools.count()
 TRITON = [
     (tree_attention, "(distance >= 0)", "(distance >= -1)", PLAIN, None),
     (tree_attention, "is_visible & (distance < window)", "is_visible & (distance <= window)", WINDOW, None),
-    (tree_attention, 'input_precision="ieee") * scale', 'input_precision="ieee") * scale * 1.01', PLAIN, None),
+    (tree_attention, "input_precision=PRECISION) * scale", "input_precision=PRECISION) * scale * 1.01", PLAIN, None),
     (tree_attention, "score = softcap * (2 *", "score = softcap * (2.02 *", CAPPED, None),
     (tree_attention, "score = score * key_scale[None, :]", "score = score * 1.0", PLAIN, INT8),
     (tree_attention, "weight = weight * value_scale[None, :]", "weight = weight * 1.0", PLAIN, INT8),
