@@ -5,16 +5,23 @@ Steps overlap and decode steps go through graphs (on a CPU: the same buffers, no
 
 from __future__ import annotations
 
+import gc
+import weakref
 from copy import deepcopy
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from transformers import PreTrainedModel
 
+from batchkv.config import EngineConfig
 from batchkv.decode_graphs import buckets
-from batchkv.engine import Engine
+from batchkv.engine import Engine, kv_budget_bytes
 from batchkv.errors import UserError
+from batchkv.kernels.native_cpu import instruction_sets
+from batchkv.kernels.tiles import load_tiles
+from batchkv.model_runner import ModelRunner
 from batchkv.sampling_params import SamplingParams
 from batchkv.writer import summary_of
 from tests.kernels.test_attention import DEVICE
@@ -84,6 +91,65 @@ def test_graphs_are_for_few_numbers_of_rows(max_rows: int, expected: tuple[int, 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 def test_triton_on_a_cpu_outside_of_the_interpreter_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("TRITON_INTERPRET")
+    monkeypatch.setattr("batchkv.kernels.selection._interprets", lambda: False)
     with pytest.raises(UserError, match="--attention triton needs a GPU: take --attention auto"):
         Engine(model_of("llama"), attention="triton")
+
+
+def test_a_fraction_of_gpu_memory_counts_what_an_earlier_run_has_let_go_of(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch keeps that memory, so the driver does not call it free."""
+    free = {"mem_get_info": (1 << 30, 4 << 30), "memory_reserved": 2 << 30, "memory_allocated": 1 << 29}
+    for name, value in free.items():
+        monkeypatch.setattr(torch.cuda, name, lambda device, value=value: value)
+    gpu = torch.device("cuda")
+    assert kv_budget_bytes(EngineConfig(kv_memory="0.5"), gpu) == ((1 << 30) + (2 << 30) - (1 << 29)) // 2
+    assert kv_budget_bytes(EngineConfig(kv_memory="2GiB"), gpu) == 2 << 30
+
+
+def test_pages_and_graphs_are_let_go_of_when_a_run_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without waiting for Python to find the circle of references."""
+    runners: list[weakref.ref[ModelRunner]] = []
+    pages: list[weakref.ref[torch.Tensor]] = []
+    release = ModelRunner.release
+
+    def noted(runner: ModelRunner) -> None:
+        runners.append(weakref.ref(runner))
+        pages.extend(weakref.ref(kv.key_SKD) for kv in runner._pages)
+        release(runner)
+
+    monkeypatch.setattr(ModelRunner, "release", noted)
+    gc.disable()
+    try:
+        Engine(on_device("llama"), attention="triton").run(table(prompts()[:1]), SamplingParams(max_tokens=2))
+        assert pages
+        assert not any(page() for page in pages)
+    finally:
+        gc.enable()
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        ({"attention": "triton"}, "the kernels for GPUs do not give a row the same bits"),
+        ({"attention": "torch"}, "take --attention auto"),
+    ],
+)
+def test_why_a_kernel_cannot_be_deterministic(options: dict[str, Any], expected: str) -> None:
+    if options["attention"] == "torch" and not instruction_sets():
+        pytest.skip("no native kernel to point to")
+    with pytest.raises(UserError, match=expected):
+        Engine(
+            on_device("llama") if options["attention"] == "triton" else model_of("llama"), deterministic=True, **options
+        )
+
+
+def test_bfloat16_in_the_interpreter_is_refused() -> None:
+    if DEVICE.type == "cuda":
+        pytest.skip("nothing is interpreted")
+    with pytest.raises(UserError, match="wrong products in bfloat16: take --dtype float32"):
+        Engine(on_device("llama").to(torch.bfloat16), attention="triton")
+
+
+def test_heads_that_there_are_no_tiles_for_are_a_users_error() -> None:
+    with pytest.raises(UserError, match="for heads of 320, at most 256: use --device cpu"):
+        load_tiles("sm_90").tiles(320)
