@@ -138,7 +138,8 @@ class CudaRecorder:
     """Makes CUDA graphs of forward passes, all on one stream and with memory that they share."""
 
     def __init__(self, device: torch.device) -> None:
-        self._stream, self._pool = torch.cuda.Stream(device), torch.cuda.graph_pool_handle()
+        self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        self._pool = torch.cuda.graph_pool_handle()
 
     def __call__(self, run: Callable[[], torch.Tensor]) -> Callable[[], torch.Tensor]:
         """`run` as a graph.

@@ -159,7 +159,10 @@ class ModelRunner:
 
     def _record(self, pool_pages: tuple[int, ...], page_size: int, max_rows: int) -> DecodeGraphs:
         from batchkv.decode_graphs import DecodeGraphs  # Triton is not there on every system
+        from batchkv.kernels.triton_attention import TritonAttention
 
+        if not isinstance(self._backend, TritonAttention):
+            raise ValueError(f"graph_rows {max_rows}: only steps of the Triton kernels can be recorded")
         num_pages = {spec: pool_pages[group] for spec, group in self._group_of.items()}
         with torch.inference_mode():
             return DecodeGraphs(
