@@ -1,4 +1,4 @@
-"""Quantized KV moves logits a little, and results depend on what runs together no more than without it."""
+"""Quantized KV moves logits a little, wherever a row is computed."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def test_log_probabilities_are_nearly_those_without_quantization(family: str, kv
 @pytest.mark.parametrize("kv_dtype", BOUNDS)
 @pytest.mark.parametrize("family", FAMILIES_TRIED)
 def test_batches_order_and_sharing_change_no_more_than_rounding_does(family: str, kv_dtype: Any) -> None:
-    """A difference of rounding can move an element across the middle between two stored values, but few do."""
+    """A difference of rounding can move an element to the next stored value: few in two layers, more in many."""
     table = jobs()
     expected, _ = run(family, table, kv_dtype=kv_dtype)
     shuffled = table.take(np.random.default_rng(1).permutation(len(table)))
