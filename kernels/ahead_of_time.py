@@ -259,8 +259,8 @@ def all_variants(target: str) -> Iterator[Variant]:
     for head_dim in (64, 128, 256):  # 80 and 96 are what 128 is, with masks
         yield from _attention_variants(target, head_dim, ("fp16", "int8", "fp8"), (ALL_FLAGS,))
     yield from _attention_variants(target, 128, ("bf16",), [(flag,) for flag in ALL_FLAGS])
-    for group in GROUPS:
-        yield from _attention_variants(target, 128, ("bf16",), (ALL_FLAGS,), group)
+    for head_dim, group in product((64, 128), GROUPS):
+        yield from _attention_variants(target, head_dim, ("bf16",), (ALL_FLAGS,), group)
 
 
 def chosen_variants(target: str) -> Iterator[Variant]:
@@ -270,7 +270,8 @@ def chosen_variants(target: str) -> Iterator[Variant]:
         yield from _attention_variants(target, head_dim, ("bf16",), (NO_FLAGS,))
     smallest, middle, largest = load_tiles(target).tiles(128)
     yield Variant(target, "attend_items", 80, middle, flags=ALL_FLAGS)
-    yield Variant(target, "attend_items", 128, largest, group=3, flags=ALL_FLAGS)
+    yield Variant(target, "attend_items", 128, largest, flags=ALL_FLAGS)
+    yield Variant(target, "attend_items", 64, load_tiles(target).tiles(64)[-1], group=3, flags=ALL_FLAGS)
     for kv_dtype, tile in product(_supported(target, ("int8", "fp8")), (smallest, largest)):
         yield Variant(target, "attend_items", 128, tile, kv_dtype)
 
