@@ -351,6 +351,7 @@ def _row(outcome: Outcome) -> list[str]:
 
 def summary(outcomes: Sequence[Outcome]) -> str:
     """Markdown, a row for each tile: the most registers and KiB of shared memory of its variants, by KV dtype."""
+    kv_dtypes = [name for name in KV_DTYPES if any(outcome.variant.kv_dtype == name for outcome in outcomes)]
     by_tile: dict[tuple[str, int, str], list[Outcome]] = {}
     for outcome in outcomes:
         variant = outcome.variant
@@ -362,7 +363,7 @@ def summary(outcomes: Sequence[Outcome]) -> str:
             target,
             str(head_dim),
             tile,
-            *(_most([o.facts for o in of_tile if o.variant.kv_dtype == name]) for name in KV_DTYPES),
+            *(_most([o.facts for o in of_tile if o.variant.kv_dtype == name]) for name in kv_dtypes),
             ", ".join(sorted({name for o in of_tile for name in o.facts.matrix})),
             str(min(o.facts.async_copies for o in of_tile)),
             str(max(o.facts.spilled_bytes for o in of_tile)),
@@ -371,7 +372,7 @@ def summary(outcomes: Sequence[Outcome]) -> str:
         for (target, head_dim, tile), of_tile in by_tile.items()
     ]
     return _markdown(
-        ["target", "head dim", "tile", *KV_DTYPES, "matrix", "copies, least", "spilled B, most", "variants"], rows
+        ["target", "head dim", "tile", *kv_dtypes, "matrix", "copies, least", "spilled B, most", "variants"], rows
     )
 
 

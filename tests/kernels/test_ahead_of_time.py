@@ -56,7 +56,7 @@ def attention(target: str) -> list[Outcome]:
 
 @pytest.mark.compile
 @pytest.mark.parametrize("target", TARGETS)
-def test_every_variant_compiles_spills_nothing_and_fits_shared_memory(target: str) -> None:
+def test_variants_of_every_kind_compile_spill_nothing_and_fit_shared_memory(target: str) -> None:
     outcomes = compiled(target)
     assert {outcome["variant"]["kernel"] for outcome in outcomes} == {
         "attend_items",
