@@ -248,7 +248,8 @@ def all_variants(target: str) -> Iterator[Variant]:
     for head_dim in HEAD_DIMS:
         yield from _attention_variants(target, head_dim, ("bf16",), (NO_FLAGS, ALL_FLAGS))
     for head_dim in (64, 128, 256):  # 80 and 96 are what 128 is, with masks
-        yield from _attention_variants(target, head_dim, ("fp16", "int8", "fp8"), (ALL_FLAGS,))
+        yield from _attention_variants(target, head_dim, ("fp16",), (ALL_FLAGS,))
+        yield from _attention_variants(target, head_dim, ("int8", "fp8"), (NO_FLAGS, ALL_FLAGS))
     yield from _attention_variants(target, 128, ("bf16",), [(flag,) for flag in ALL_FLAGS])
     for head_dim, group in product((64, 128), GROUPS):
         yield from _attention_variants(target, head_dim, ("bf16",), (ALL_FLAGS,), group)
@@ -263,7 +264,7 @@ def chosen_variants(target: str) -> Iterator[Variant]:
     yield Variant(target, "attend_items", 80, middle, flags=ALL_FLAGS)
     yield Variant(target, "attend_items", 128, largest, flags=ALL_FLAGS)
     yield Variant(target, "attend_items", 64, load_tiles(target).tiles(64)[-1], group=3, flags=ALL_FLAGS)
-    for kv_dtype, tile in product(_supported(target, ("int8", "fp8")), (smallest, largest)):
+    for kv_dtype, tile in (("int8", largest), ("fp8" if supports_fp8(target) else "int8", smallest)):
         yield Variant(target, "attend_items", 128, tile, kv_dtype)
 
 
@@ -310,7 +311,7 @@ def compile_all(variants: Sequence[Variant], jobs: int) -> Iterator[Outcome]:
     if jobs == 1:
         yield from (Outcome(variant, compile_variant(variant)) for variant in variants)
         return
-    with ProcessPoolExecutor(jobs, mp_context=get_context("spawn")) as pool:
+    with ProcessPoolExecutor(jobs, mp_context=get_context("fork")) as pool:
         yield from map(Outcome, variants, pool.map(compile_variant, variants))
 
 
