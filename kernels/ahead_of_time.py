@@ -272,7 +272,7 @@ def chosen_variants(target: str) -> Iterator[Variant]:
     yield Variant(target, "attend_items", 80, middle, flags=ALL_FLAGS)
     yield Variant(target, "attend_items", 128, largest, flags=ALL_FLAGS)
     yield Variant(target, "attend_items", 64, load_tiles(target).tiles(64)[-1], group=3, flags=ALL_FLAGS)
-    for kv_dtype, tile in product(_supported(target, ("int8", "fp8")), (smallest, largest)):
+    for kv_dtype, tile in (("int8", largest), ("fp8" if supports_fp8(target) else "int8", smallest)):
         yield Variant(target, "attend_items", 128, tile, kv_dtype)
 
 
@@ -319,7 +319,7 @@ def compile_all(variants: Sequence[Variant], jobs: int) -> Iterator[Outcome]:
     if jobs == 1:
         yield from (Outcome(variant, compile_variant(variant)) for variant in variants)
         return
-    with ProcessPoolExecutor(jobs, mp_context=get_context("spawn")) as pool:
+    with ProcessPoolExecutor(jobs, mp_context=get_context("fork")) as pool:
         yield from map(Outcome, variants, pool.map(compile_variant, variants))
 
 

@@ -56,7 +56,12 @@ def attention(target: str) -> list[Outcome]:
 
 @pytest.mark.compile
 @pytest.mark.parametrize("target", TARGETS)
+<<<<<<< HEAD
 def test_variants_of_every_kind_compile_spill_nothing_and_fit_shared_memory(target: str) -> None:
+=======
+def test_every_variant_compiles_and_fits_registers_and_shared_memory(target: str) -> None:
+    """Not a register is spilled on sm_80 and sm_90, and hardly any elsewhere."""
+>>>>>>> aot
     outcomes = compiled(target)
     assert {outcome["variant"]["kernel"] for outcome in outcomes} == {
         "attend_items",
@@ -64,8 +69,12 @@ def test_variants_of_every_kind_compile_spill_nothing_and_fit_shared_memory(targ
         "store_kv",
         "copy_pages",
     }
-    assert [outcome for outcome in outcomes if outcome["problems"]] == []
-    assert all(outcome["facts"]["registers"] for outcome in outcomes)
+    most_spilled = 0 if target in ("sm_80", "sm_90") else 16
+    for outcome in outcomes:
+        is_spill_alone = [problem.split()[0] for problem in outcome["problems"]] == ["spills"]
+        assert not outcome["problems"] or is_spill_alone, outcome
+        assert outcome["facts"]["spilled_bytes"] <= most_spilled, outcome
+        assert outcome["facts"]["registers"] > 0
 
 
 @pytest.mark.compile
