@@ -56,12 +56,8 @@ def attention(target: str) -> list[Outcome]:
 
 @pytest.mark.compile
 @pytest.mark.parametrize("target", TARGETS)
-<<<<<<< HEAD
-def test_variants_of_every_kind_compile_spill_nothing_and_fit_shared_memory(target: str) -> None:
-=======
-def test_every_variant_compiles_and_fits_registers_and_shared_memory(target: str) -> None:
+def test_variants_of_every_kind_compile_and_fit_registers_and_shared_memory(target: str) -> None:
     """Not a register is spilled on sm_80 and sm_90, and hardly any elsewhere."""
->>>>>>> aot
     outcomes = compiled(target)
     assert {outcome["variant"]["kernel"] for outcome in outcomes} == {
         "attend_items",
