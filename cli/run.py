@@ -171,7 +171,7 @@ def describe(totals: dict[str, Any], out: Path) -> str:
         + f"; {totals['elapsed_s']:.1f} in all",
     ]
     if totals["attention"] == "torch":
-        lines.append("attention torch operations: slower than the native kernel, if that was built and has the KV's dtype")
+        lines.append("attention torch operations: the native kernel is faster, if it was built and has the KV dtype")
     if totals["decode_graphs"] not in ("off", "recorded"):
         lines.append(f"decode    without CUDA graphs, one launch for each kernel: {totals['decode_graphs']}")
     if totals["preempted_sequences"]:
