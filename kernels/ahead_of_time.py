@@ -257,7 +257,8 @@ def all_variants(target: str) -> Iterator[Variant]:
     for head_dim in HEAD_DIMS:
         yield from _attention_variants(target, head_dim, ("bf16",), (NO_FLAGS, ALL_FLAGS))
     for head_dim in (64, 128, 256):  # 80 and 96 are what 128 is, with masks
-        yield from _attention_variants(target, head_dim, ("fp16", "int8", "fp8"), (ALL_FLAGS,))
+        yield from _attention_variants(target, head_dim, ("fp16",), (ALL_FLAGS,))
+        yield from _attention_variants(target, head_dim, ("int8", "fp8"), (NO_FLAGS, ALL_FLAGS))
     yield from _attention_variants(target, 128, ("bf16",), [(flag,) for flag in ALL_FLAGS])
     for head_dim, group in product((64, 128), GROUPS):
         yield from _attention_variants(target, head_dim, ("bf16",), (ALL_FLAGS,), group)
