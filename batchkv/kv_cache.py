@@ -15,6 +15,7 @@ back as the sequence grows; the table keeps their stale ids, so that rows which 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -35,6 +36,24 @@ class PageCopies:
 
     def __len__(self) -> int:
         return len(self.src)
+
+
+def in_few_rounds(copies: Sequence[PageCopies]) -> tuple[PageCopies, ...]:
+    """Copies of one round are made at once: none of them reads what another one of it writes."""
+    rounds: list[list[PageCopies]] = []
+    written: set[int] = set()
+    for some in copies:
+        if len(some) == 0:
+            continue
+        if not rounds or not written.isdisjoint(some.src.tolist()):
+            rounds.append([])
+            written = set()
+        rounds[-1].append(some)
+        written.update(some.dst.tolist())
+    return tuple(
+        PageCopies(*(np.concatenate([getattr(c, name) for c in some]) for name in ("src", "dst", "num_slots")))
+        for some in rounds
+    )
 
 
 @dataclass(frozen=True, slots=True)

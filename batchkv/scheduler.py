@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from batchkv.job_plan import Plan
-from batchkv.kv_cache import Appended, PageCopies
+from batchkv.kv_cache import Appended, in_few_rounds
 from batchkv.kv_layout import KVLayout
 from batchkv.residency import Residency
 from batchkv.sequence import GeneratedTokens
@@ -368,23 +368,5 @@ class Scheduler:
             kv_lens=self._cache.lengths(handles),
             cu_seqlens_q=cu_seqlens,
             slots=np.concatenate([part.appended.slots[group] for part in parts])[token],
-            copies=_in_few_rounds([part.appended.copies[group] for part in parts]),
+            copies=in_few_rounds([part.appended.copies[group] for part in parts]),
         )
-
-
-def _in_few_rounds(copies: list[PageCopies]) -> tuple[PageCopies, ...]:
-    """Copies of one round are made at once: none of them reads what another one of it writes."""
-    rounds: list[list[PageCopies]] = []
-    written: set[int] = set()
-    for some in copies:
-        if len(some) == 0:
-            continue
-        if not rounds or not written.isdisjoint(some.src.tolist()):
-            rounds.append([])
-            written = set()
-        rounds[-1].append(some)
-        written.update(some.dst.tolist())
-    return tuple(
-        PageCopies(*(np.concatenate([getattr(c, name) for c in some]) for name in ("src", "dst", "num_slots")))
-        for some in rounds
-    )

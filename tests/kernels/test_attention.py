@@ -21,7 +21,7 @@ from batchkv.kernels.quantization import is_quantized, quantize
 from batchkv.kernels.reference import ReferenceAttention
 from batchkv.kernels.torch_cpu import TorchAttention
 from batchkv.kernels.triton_attention import TritonAttention
-from batchkv.kv_cache import KVCache
+from batchkv.kv_cache import KVCache, in_few_rounds
 from batchkv.kv_layout import LayerSpec
 from batchkv.step import AttentionBatch
 
@@ -187,7 +187,7 @@ class Trie:
             kv_lens=self.cache.lengths(handles),
             cu_seqlens_q=np.cumsum([0] + [count for _, count in rows]),
             slots=np.concatenate([part.slots[0] for part in parts]),
-            copies=tuple(part.copies[0] for part in parts),
+            copies=in_few_rounds([part.copies[0] for part in parts]),
         )
         plan = self.backend.plan(batch, self.spec)
         new = (torch.cat(parts, dim=1).to(self.device) for parts in (keys, values))
