@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 
 
-@triton.jit(do_not_specialize=["num_kv_heads"])
+@triton.jit(do_not_specialize=["num_vectors", "num_kv_heads"])
 def store_kv(
     new_ptr,
     pool_ptr,
@@ -17,44 +17,41 @@ def store_kv(
     slots_ptr,
     stride_new_head,
     stride_new_token,
+    num_vectors,
     num_kv_heads,
     DIM: tl.constexpr,
     DIM_BLOCK: tl.constexpr,
-    HEAD_BLOCK: tl.constexpr,
+    VECTORS: tl.constexpr,
     LARGEST: tl.constexpr,
     SMALLEST_SCALE: tl.constexpr,
     IS_INTEGER: tl.constexpr,
 ):
-    """Grid (T): writes [K, T, D] keys (or values) to slots `slots[t]` of a pool [S, K, D]; slot -1 is nowhere.
+    """Writes [K, T, D] keys (or values) to slots `slots[t]` of a pool [S, K, D]; slot -1 is nowhere.
+
+    Grid (T * K / VECTORS): a program stores VECTORS of the `num_vectors` = T * K vectors.
 
     Where LARGEST is not 0, each vector is stored as `x / scale` with `scale = max |x| / LARGEST` beside it, fp32
     [S, K], rounded to the nearest integer if IS_INTEGER: the arithmetic of `quantization.quantize`, to the bit.
     """
-    token = tl.program_id(0).to(tl.int64)
-    slot = tl.load(slots_ptr + token).to(tl.int64)
-    if slot >= 0:
-        head = tl.arange(0, HEAD_BLOCK)
-        dim = tl.arange(0, DIM_BLOCK)
-        is_element = (head[:, None] < num_kv_heads) & (dim[None, :] < DIM)
-        new = tl.load(
-            new_ptr + head[:, None].to(tl.int64) * stride_new_head + token * stride_new_token + dim[None, :],
-            mask=is_element,
-            other=0.0,
-        )
-        if LARGEST != 0:
-            x = new.to(tl.float32)
-            scale = tl.maximum(tl.div_rn(tl.max(tl.abs(x), 1), LARGEST), SMALLEST_SCALE)
-            is_broken = tl.max((x != x).to(tl.int32), 1) > 0
-            scale = tl.where(is_broken, float("nan"), scale)  # what is not a number must stay none
-            x = tl.div_rn(x, tl.broadcast_to(scale[:, None], x.shape))
-            x = _nearest_integer(x, 12582912.0) if IS_INTEGER else _nearest_e4m3(x)
-            new = x.to(pool_ptr.dtype.element_ty)
-            tl.store(scale_ptr + slot * num_kv_heads + head, scale, mask=head < num_kv_heads)
-        tl.store(
-            pool_ptr + slot * num_kv_heads * DIM + head[:, None] * DIM + dim[None, :],
-            new.to(pool_ptr.dtype.element_ty),
-            mask=is_element,
-        )
+    vector = tl.program_id(0) * VECTORS + tl.arange(0, VECTORS)
+    token, head = vector // num_kv_heads, vector % num_kv_heads
+    slot = tl.load(slots_ptr + token, mask=vector < num_vectors, other=-1).to(tl.int64)
+    is_stored = slot >= 0
+    dim = tl.arange(0, DIM_BLOCK)
+    is_element = is_stored[:, None] & (dim[None, :] < DIM)
+    from_ = head.to(tl.int64) * stride_new_head + token.to(tl.int64) * stride_new_token
+    new = tl.load(new_ptr + from_[:, None] + dim[None, :], mask=is_element, other=0.0)
+    to = slot * num_kv_heads + head
+    if LARGEST != 0:
+        x = new.to(tl.float32)
+        scale = tl.maximum(tl.div_rn(tl.max(tl.abs(x), 1), LARGEST), SMALLEST_SCALE)
+        is_broken = tl.max((x != x).to(tl.int32), 1) > 0
+        scale = tl.where(is_broken, float("nan"), scale)  # what is not a number must stay none
+        x = tl.div_rn(x, tl.broadcast_to(scale[:, None], x.shape))
+        x = _nearest_integer(x, 12582912.0) if IS_INTEGER else _nearest_e4m3(x)
+        new = x.to(pool_ptr.dtype.element_ty)
+        tl.store(scale_ptr + to, scale, mask=is_stored)
+    tl.store(pool_ptr + to[:, None] * DIM + dim[None, :], new.to(pool_ptr.dtype.element_ty), mask=is_element)
 
 
 @triton.jit

@@ -28,6 +28,7 @@ from batchkv.step import AttentionBatch
 _MOST_HEADS = 16  # query heads in one tile: what the smallest one holds
 _PROGRAMS_PER_PROCESSOR = 8
 _MOST_PROGRAMS = 1 << 16
+_STORED_VECTORS = 16  # by one program
 _COPIED_SLOTS, _COPIED_ELEMENTS = 4, 512  # by one program at a time
 _MERGED_HEADS = 16
 
@@ -297,15 +298,16 @@ def store_launch(
         "slots_ptr": work.slots,
         "stride_new_head": new_KTD.stride(0),
         "stride_new_token": new_KTD.stride(1),
+        "num_vectors": num_tokens * num_kv_heads,
         "num_kv_heads": num_kv_heads,
         "DIM": dim,
         "DIM_BLOCK": triton.next_power_of_2(dim),
-        "HEAD_BLOCK": triton.next_power_of_2(num_kv_heads),
+        "VECTORS": _STORED_VECTORS,
         "LARGEST": largest_stored(pool_SKD.dtype),
         "SMALLEST_SCALE": SMALLEST_SCALE,
         "IS_INTEGER": not pool_SKD.dtype.is_floating_point,
     }
-    return Launch(store_kv, (num_tokens,), arguments)
+    return Launch(store_kv, (triton.cdiv(num_tokens * num_kv_heads, _STORED_VECTORS),), arguments)
 
 
 def copy_launch(pool: torch.Tensor, page_size: int, work: DeviceWork, number: int) -> Launch:

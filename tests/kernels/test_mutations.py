@@ -56,7 +56,7 @@ TRITON = [
     (tree_attention, "tl.exp2((lse - new_largest) * LOG2E)", "tl.exp2(lse - new_largest)", PLAIN, None),
     (tree_attention, "out = out * kept[:, None] + partial * weight", "out = out + partial * weight", PLAIN, None),
     (tree_attention, "total = tl.full([BLOCK_H], 1.0,", "total = tl.full([BLOCK_H], 0.0,", SINKS, None),
-    (store_kv, "slot = tl.load(slots_ptr + token)", "slot = tl.load(slots_ptr + token // 2)", PLAIN, None),
+    (store_kv, "slot = tl.load(slots_ptr + token,", "slot = tl.load(slots_ptr + token // 2,", PLAIN, None),
     (store_kv, "(slot < num_slots) & is_element", "(slot < num_slots - 1) & is_element", PLAIN, None),
     (store_kv, "tl.max(tl.abs(x), 1), LARGEST)", "tl.max(tl.abs(x), 1), 126.0)", PLAIN, INT8),
     (store_kv, "0x7FFFF + ((bits >> 20) & 1)", "0", PLAIN, FP8),
