@@ -45,8 +45,8 @@ def store_kv(
     if LARGEST != 0:
         x = new.to(tl.float32)
         scale = tl.maximum(tl.div_rn(tl.max(tl.abs(x), 1), LARGEST), SMALLEST_SCALE)
-        is_broken = tl.max((x != x).to(tl.int32), 1) > 0
-        scale = tl.where(is_broken, float("nan"), scale)  # what is not a number must stay none
+        is_broken = tl.max((x - x != 0).to(tl.int32), 1) > 0  # infinities and what is not a number
+        scale = tl.where(is_broken, float("nan"), scale)  # they must show in every result
         x = tl.div_rn(x, tl.broadcast_to(scale[:, None], x.shape))
         x = _nearest_integer(x, 12582912.0) if IS_INTEGER else _nearest_e4m3(x)
         new = x.to(pool_ptr.dtype.element_ty)
