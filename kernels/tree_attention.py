@@ -110,6 +110,10 @@ def attend_items(
         page_ptr = pages_ptr + page_start - k_lo // PAGE_SIZE
         largest = tl.full([BLOCK_M], NOTHING, tl.float32)
         total = tl.zeros([BLOCK_M], tl.float32)
+        if HAS_SINKS:  # noqa: SIM102  a constant of the kernel; what follows is not
+            if state < 0:  # the only item of its tokens begins with what the sinks have
+                largest = tl.load(sinks_ptr + head).to(tl.float32) * LOG2E
+                total = tl.full([BLOCK_M], 1.0, tl.float32)
         out = tl.zeros([BLOCK_M, VALUE_BLOCK], tl.float32)
         for k in range(k_lo, k_unmasked, BLOCK_N):
             out, total, largest = _attend_tile(
@@ -128,12 +132,6 @@ def attend_items(
 
         is_value = is_real[:, None] & (value_dim[None, :] < VALUE_DIM)
         if state < 0:
-            if HAS_SINKS:
-                sink = tl.load(sinks_ptr + head).to(tl.float32) * LOG2E
-                largest_of_both = tl.maximum(largest, sink)
-                weight = tl.exp2(largest - largest_of_both)
-                total = total * weight + tl.exp2(sink - largest_of_both)
-                out = out * weight[:, None]
             at = (token.to(tl.int64) * tl.num_programs(1) * HEADS + head) * VALUE_DIM
             result = out / tl.where(total == 0, 1.0, total)[:, None]  # rows that are not real have seen nothing
             tl.store(out_ptr + at[:, None] + value_dim[None, :], result.to(out_ptr.dtype.element_ty), mask=is_value)

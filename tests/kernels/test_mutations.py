@@ -51,7 +51,7 @@ TRITON = [
     (tree_attention, "weight = weight * value_scale[None, :]", "weight = weight * 1.0", PLAIN, INT8),
     (tree_attention, "page_start - k_lo // PAGE_SIZE", "page_start", PLAIN, None),
     (tree_attention, "return out * kept[:, None] + weighted", "return out + weighted", LONG, None),
-    (tree_attention, "total = total * weight + tl.exp2(sink - largest_of_both)", "total = total * weight", ALONE, None),
+    (tree_attention, "total = tl.full([BLOCK_M], 1.0,", "total = tl.full([BLOCK_M], 0.0,", ALONE, None),
     (tree_attention, "(largest + tl.log2(tl.where(has_seen, total, 1.0))) * LN2", "largest * LN2", PLAIN, None),
     (tree_attention, "tl.exp2((lse - new_largest) * LOG2E)", "tl.exp2(lse - new_largest)", PLAIN, None),
     (tree_attention, "out = out * kept[:, None] + partial * weight", "out = out + partial * weight", PLAIN, None),
