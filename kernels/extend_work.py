@@ -12,12 +12,10 @@ import numpy as np
 import numpy.typing as npt
 
 from batchkv.kernels.tiles import Tile
-from batchkv.kernels.work_items import WorkItems
+from batchkv.kernels.work_items import K_HI, K_LO, K_UNMASKED, PAGE_START, Q_LEN, Q_START, WorkItems
 from batchkv.step import AttentionBatch
 
 Int64Array = npt.NDArray[np.int64]
-
-_Q_START, _Q_LEN, _PAGE_START, _K_LO, _K_UNMASKED, _K_HI = range(6)
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,12 +45,12 @@ def extend_work(before: PlannedStep, batch: AttentionBatch, tile: Tile) -> WorkI
         return None
     narrow = before.work.items[0]
     last = _last_items(narrow, before.batch.kv_lens)
-    if last is None or (narrow[last, _K_HI] - narrow[last, _K_LO] >= 2 * tile.keys_per_item).any():
+    if last is None or (narrow[last, K_HI] - narrow[last, K_LO] >= 2 * tile.keys_per_item).any():
         return None
     narrow = narrow.copy()
-    narrow[last, _K_HI] += 1
+    narrow[last, K_HI] += 1
     # a single query sees all keys up to its own
-    narrow[last, _K_UNMASKED] = narrow[last, _K_HI] - (narrow[last, _K_HI] - narrow[last, _K_LO]) % tile.block_n
+    narrow[last, K_UNMASKED] = narrow[last, K_HI] - (narrow[last, K_HI] - narrow[last, K_LO]) % tile.block_n
     items, pages = (narrow, *before.work.items[1:]), before.work.pages
     if len(grown):
         items, pages = _insert_pages(items, pages, last[grown], batch, grown)
@@ -90,10 +88,10 @@ def _rows_with_a_new_page(before: AttentionBatch, batch: AttentionBatch) -> Int6
 
 def _last_items(narrow: npt.NDArray[np.int32], kv_lens: Int64Array) -> Int64Array | None:
     """int64 [R]: the item with each row's last key, which no other row has; None if there is a row without."""
-    own = np.flatnonzero(narrow[:, _Q_LEN] == 1)
+    own = np.flatnonzero(narrow[:, Q_LEN] == 1)
     last = np.full(len(kv_lens), -1)
-    last[narrow[own, _Q_START]] = own  # items of a row are in the order of their keys, and the last one stays
-    if (last < 0).any() or not np.array_equal(narrow[last, _K_HI], kv_lens):
+    last[narrow[own, Q_START]] = own  # items of a row are in the order of their keys, and the last one stays
+    if (last < 0).any() or not np.array_equal(narrow[last, K_HI], kv_lens):
         return None
     return last
 
@@ -108,11 +106,11 @@ def _insert_pages(
     """With the newest page of each of `rows` behind the pages of its last item; all after them move on."""
     newest = (batch.kv_lens[rows] - 1) // batch.page_size
     item = items[0][last]
-    at = item[:, _PAGE_START] + newest - item[:, _K_LO] // batch.page_size
+    at = item[:, PAGE_START] + newest - item[:, K_LO] // batch.page_size
     order = np.argsort(at)
     moved = []
     for part in items:
         part = part.copy()
-        part[:, _PAGE_START] += np.searchsorted(at[order], part[:, _PAGE_START], side="right").astype(np.int32)
+        part[:, PAGE_START] += np.searchsorted(at[order], part[:, PAGE_START], side="right").astype(np.int32)
         moved.append(part)
     return tuple(moved), np.insert(pages, at, batch.page_table[rows, newest])

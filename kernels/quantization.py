@@ -51,3 +51,13 @@ def quantize(vectors_KTD: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tenso
     scale_KT = (vectors_KTD.abs().amax(dim=2) / largest).clamp_(min=SMALLEST_SCALE)
     stored_KTD = vectors_KTD / scale_KT.unsqueeze(2)
     return (stored_KTD if dtype.is_floating_point else stored_KTD.round_()).to(dtype), scale_KT
+
+
+def as_stored(
+    pool: torch.Tensor, scales: torch.Tensor | None, new_KTD: torch.Tensor
+) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """What is to be written to which tensor of a pool: vectors in its dtype, and their scales if it has some."""
+    if scales is None:
+        return [(pool, new_KTD.to(pool.dtype))]
+    stored_KTD, scale_KT = quantize(new_KTD, pool.dtype)
+    return [(pool, stored_KTD), (scales, scale_KT)]

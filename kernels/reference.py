@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from batchkv.kernels.attention import AttentionBackend, copied_slots
-from batchkv.kernels.quantization import is_quantized, quantize
+from batchkv.kernels.quantization import as_stored, is_quantized
 from batchkv.kv_layout import LayerSpec
 from batchkv.step import AttentionBatch
 
@@ -47,12 +47,8 @@ class ReferenceAttention(AttentionBackend[ReferenceKV, AttentionBatch]):
             (kv.key_SKD, kv.key_scale_SK, key_KTD),
             (kv.value_SKD, kv.value_scale_SK, value_KTD),
         ):
-            if scales is None:
-                _write(pool, plan, new.to(pool.dtype))
-            else:
-                stored, new_scales = quantize(new, pool.dtype)
-                _write(pool, plan, stored)
-                _write(scales, plan, new_scales)
+            for part, new_part in as_stored(pool, scales, new):
+                _write(part, plan, new_part)
 
     def attend(
         self,

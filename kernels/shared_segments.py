@@ -44,12 +44,12 @@ def find_shared_segments(batch: AttentionBatch) -> SharedSegments:
     nodes = intervals_from_lcp(num_pages, _common_pages(batch.page_table, num_pages))
     lo, hi = nodes.lo[1:].astype(np.int64), nodes.hi[1:].astype(np.int64)
     k_lo = nodes.start[1:].astype(np.int64) * batch.page_size
-    k_hi = np.minimum(nodes.end[1:].astype(np.int64) * batch.page_size, _reduce(np.maximum, batch.kv_lens, lo, hi))
+    k_hi = np.minimum(nodes.end[1:].astype(np.int64) * batch.page_size, reduce_over(np.maximum, batch.kv_lens, lo, hi))
     first_query = batch.first_query_positions
     row = lo
     if batch.window is not None:
         first_seen = np.maximum(first_query - batch.window + 1, 0)
-        k_lo = np.maximum(k_lo, _reduce(np.minimum, first_seen, lo, hi))
+        k_lo = np.maximum(k_lo, reduce_over(np.minimum, first_seen, lo, hi))
         # the row that sees furthest back holds every page that any of them sees
         row = _arg_min(first_seen, lo, hi)
     keep = np.flatnonzero(k_lo < k_hi)
@@ -67,7 +67,7 @@ def _common_pages(page_table: npt.NDArray[np.int32], num_pages: Int64Array) -> I
     return common
 
 
-def _reduce(ufunc: np.ufunc, values: Int64Array, lo: Int64Array, hi: Int64Array) -> Int64Array:
+def reduce_over(ufunc: np.ufunc, values: Int64Array, lo: Int64Array, hi: Int64Array) -> Int64Array:
     """`ufunc` over `values[lo[i]:hi[i]]` for every i (none empty)."""
     if len(lo) == 0:
         return np.zeros(0, np.int64)
@@ -79,4 +79,10 @@ def _reduce(ufunc: np.ufunc, values: Int64Array, lo: Int64Array, hi: Int64Array)
 def _arg_min(values: Int64Array, lo: Int64Array, hi: Int64Array) -> Int64Array:
     """The index in `[lo[i], hi[i])` of the smallest of `values`, for every i."""
     size = len(values) + 1
-    return _reduce(np.minimum, values * size + np.arange(len(values)), lo, hi) % size
+    return reduce_over(np.minimum, values * size + np.arange(len(values)), lo, hi) % size
+
+
+def repeat(counts: Int64Array) -> tuple[Int64Array, Int64Array]:
+    """Index of each of `counts[i]` copies of i, and its number among them."""
+    source = np.repeat(np.arange(len(counts)), counts)
+    return source, np.arange(len(source)) - np.repeat(np.cumsum(counts) - counts, counts)

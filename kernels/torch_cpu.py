@@ -20,8 +20,8 @@ import torch
 
 from batchkv.kernels.attention import AttentionBackend, copied_slots
 from batchkv.kernels.merge_states import MergePlan, merge_states, plan_merge
-from batchkv.kernels.quantization import is_quantized, quantize
-from batchkv.kernels.shared_segments import SharedSegments, find_shared_segments
+from batchkv.kernels.quantization import as_stored, is_quantized
+from batchkv.kernels.shared_segments import SharedSegments, find_shared_segments, reduce_over, repeat
 from batchkv.kv_layout import LayerSpec
 from batchkv.step import AttentionBatch
 
@@ -167,12 +167,8 @@ class TorchAttention(AttentionBackend[TorchKV, TorchWorkPlan]):
             (kv.key_KPSD, kv.key_scale_KPS, key_KTD),
             (kv.value_KPSD, kv.value_scale_KPS, value_KTD),
         ):
-            if scale_KPS is None:
-                _write(pool_KPSD, plan, new_KTD.to(pool_KPSD.dtype))
-            else:
-                stored_KTD, scale_KT = quantize(new_KTD, pool_KPSD.dtype)
-                _write(pool_KPSD, plan, stored_KTD)
-                _write(scale_KPS, plan, scale_KT)
+            for pool_KPS, new_KT in as_stored(pool_KPSD, scale_KPS, new_KTD):
+                _write(pool_KPS, plan, new_KT)
 
     def attend(
         self,
@@ -250,24 +246,16 @@ def cut_into_tiles(segments: SharedSegments, batch: AttentionBatch) -> Tiles:
     """
     tiles = Tiles(segments.row, segments.q_lo, segments.q_hi, segments.k_lo, segments.k_hi)
     first, last = tiles.k_lo // KEYS_PER_TILE, (tiles.k_hi - 1) // KEYS_PER_TILE
-    source, piece = _repeat(last - first + 1)
+    source, piece = repeat(last - first + 1)
     block = (first[source] + piece) * KEYS_PER_TILE
     tiles = tiles.take(source)
     k_lo, k_hi = np.maximum(tiles.k_lo, block), np.minimum(tiles.k_hi, block + KEYS_PER_TILE)
-    source, piece = _repeat(-(-(tiles.q_hi - tiles.q_lo) // QUERIES_PER_TILE))
+    source, piece = repeat(-(-(tiles.q_hi - tiles.q_lo) // QUERIES_PER_TILE))
     tiles = tiles.take(source)
     q_lo = tiles.q_lo + piece * QUERIES_PER_TILE
     tiles = Tiles(tiles.row, q_lo, np.minimum(tiles.q_hi, q_lo + QUERIES_PER_TILE), k_lo[source], k_hi[source])
-    last_position = np.maximum.reduceat(
-        np.append(batch.query_positions, 0), np.stack([tiles.q_lo, tiles.q_hi], axis=1).ravel()
-    )[::2]
+    last_position = reduce_over(np.maximum, batch.query_positions, tiles.q_lo, tiles.q_hi)
     return tiles.take(tiles.k_lo <= last_position)
-
-
-def _repeat(counts: Int64Array) -> tuple[Int64Array, Int64Array]:
-    """Index of each of `counts[i]` copies of i, and its number among them."""
-    source = np.repeat(np.arange(len(counts)), counts)
-    return source, np.arange(len(source)) - np.repeat(np.cumsum(counts) - counts, counts)
 
 
 def _hidden(query_positions: Int64Array, key_positions: Int64Array, window: int | None) -> npt.NDArray[np.bool_]:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from batchkv.kernels.shared_segments import SharedSegments, find_shared_segments
+from batchkv.kernels.shared_segments import SharedSegments, find_shared_segments, reduce_over, repeat
 from batchkv.kernels.tiles import Tile
 from batchkv.step import AttentionBatch
 
@@ -20,6 +20,7 @@ Int32Array = npt.NDArray[np.int32]
 Int64Array = npt.NDArray[np.int64]
 
 ITEM_FIELDS = 8
+Q_START, Q_LEN, PAGE_START, K_LO, K_UNMASKED, K_HI = range(6)  # the first of them
 _DIRECT = -1  # in place of a state: the item's result is the final one
 _LEAST_KEYS = 256  # items are not cut shorter to keep a device busy
 
@@ -84,21 +85,17 @@ def plan_work(batch: AttentionBatch, tiles: tuple[Tile, ...], heads: int, items_
     """
     segments = find_shared_segments(batch)
     positions = batch.query_positions
-    lowest, highest = _position_ranges(positions, segments.q_lo, segments.q_hi)
     tile = np.searchsorted([t.block_m // heads for t in tiles[:-1]], segments.q_hi - segments.q_lo)
     queries = np.array([t.block_m // heads for t in tiles])[tile]
     keys = _keys_per_item(segments, tile, tiles, queries, items_wanted)
 
     source, k_lo, k_hi = _cut_keys(segments, keys)
     blocks = -(-(segments.q_hi - segments.q_lo) // queries)
-    piece, block = _repeat(blocks[source])
+    piece, block = repeat(blocks[source])
     source, k_lo, k_hi = source[piece], k_lo[piece], k_hi[piece]
     q_lo = segments.q_lo[source] + block * queries[source]
     q_hi = np.minimum(segments.q_hi[source], q_lo + queries[source])
-    if (blocks > 1).any():
-        lowest, highest = _position_ranges(positions, q_lo, q_hi)
-    else:
-        lowest, highest = lowest[source], highest[source]
+    lowest, highest = (reduce_over(ufunc, positions, q_lo, q_hi) for ufunc in (np.minimum, np.maximum))
     k_hi = np.minimum(k_hi, highest + 1)
     if batch.window is not None:
         k_lo = np.maximum(k_lo, lowest - batch.window + 1)
@@ -148,21 +145,14 @@ def traffic(work: WorkItems) -> Traffic:
     """What the items of `work` read."""
     from_memory = loaded = 0
     for items in work.items:
-        keys = (items[:, 5] - items[:, 3]).astype(np.int64)
-        same = (np.diff(items[:, [2, 3]], axis=0) == 0).all(axis=1)  # from the same page and key on as the one before
+        keys = (items[:, K_HI] - items[:, K_LO]).astype(np.int64)
+        same = (np.diff(items[:, [PAGE_START, K_LO]], axis=0) == 0).all(
+            axis=1
+        )  # from the same page and key on as the one before
         first = np.flatnonzero(np.concatenate([[True], ~same])[: len(items)])
         from_memory += int(np.maximum.reduceat(keys, first).sum()) if len(items) else 0
         loaded += int(keys.sum())
     return Traffic(from_memory, loaded)
-
-
-def _position_ranges(positions: Int64Array, q_lo: Int64Array, q_hi: Int64Array) -> tuple[Int64Array, Int64Array]:
-    """Lowest and highest position of the tokens `[q_lo, q_hi)` of each interval."""
-    if len(q_lo) == 0:
-        return np.zeros(0, np.int64), np.zeros(0, np.int64)
-    bounds = np.stack([q_lo, q_hi], axis=1).ravel()
-    padded = np.append(positions, positions[-1])  # lets q_hi == T be an index
-    return np.minimum.reduceat(padded, bounds)[::2], np.maximum.reduceat(padded, bounds)[::2]
 
 
 def _keys_per_item(
@@ -184,7 +174,7 @@ def _keys_per_item(
 def _cut_keys(segments: SharedSegments, keys: Int64Array) -> tuple[Int64Array, Int64Array, Int64Array]:
     """Segment, first and last key of every run, cut at multiples of the run's length."""
     first, last = segments.k_lo // keys, (segments.k_hi - 1) // keys
-    source, piece = _repeat(last - first + 1)
+    source, piece = repeat(last - first + 1)
     start = (first[source] + piece) * keys[source]
     return source, np.maximum(segments.k_lo[source], start), np.minimum(segments.k_hi[source], start + keys[source])
 
@@ -192,7 +182,7 @@ def _cut_keys(segments: SharedSegments, keys: Int64Array) -> tuple[Int64Array, I
 def _segment_pages(segments: SharedSegments, batch: AttentionBatch) -> tuple[Int32Array, Int64Array]:
     """The pages of all segments, one after the other, and where each segment's begin."""
     first, last = segments.k_lo // batch.page_size, (segments.k_hi - 1) // batch.page_size
-    source, piece = _repeat(last - first + 1)
+    source, piece = repeat(last - first + 1)
     pages = batch.page_table[segments.row[source], first[source] + piece]
     counts = last - first + 1
     return pages.astype(np.int32), np.cumsum(counts) - counts
@@ -216,7 +206,7 @@ def _plan_states(
     counts = np.where(is_direct, 0, q_hi - q_lo)
     num_states = int(counts.sum())
     state = np.where(is_direct, _DIRECT, np.cumsum(counts) - counts)
-    item, number = _repeat(counts)
+    item, number = repeat(counts)
     token = q_lo[item] + number
     # items are in ascending order of keys for each token: parents before children, runs of a segment in their order
     states = np.argsort(token, kind="stable")
@@ -228,9 +218,3 @@ def _plan_states(
         states.astype(np.int32),
         num_states,
     )
-
-
-def _repeat(counts: Int64Array) -> tuple[Int64Array, Int64Array]:
-    """Index of each of `counts[i]` copies of i, and its number among them."""
-    source = np.repeat(np.arange(len(counts)), counts)
-    return source, np.arange(len(source)) - np.repeat(np.cumsum(counts) - counts, counts)

@@ -16,6 +16,7 @@ from batchkv.kernels.tiles import Tile, load_tiles
 from batchkv.kernels.work_items import WorkItems, plan_work, traffic
 from batchkv.kv_cache import KVCache, PageCopies
 from batchkv.step import AttentionBatch
+from benchmarks.work_items import Decode
 from tests.conftest import WORKLOADS
 from tests.kernels.test_attention import Case, Trie, cases, decode_case, depth_first
 from tests.plans.test_workloads import Scheduled, steps_of
@@ -141,48 +142,6 @@ def test_work_is_planned_anew_where_anything_but_the_ends_of_rows_has_changed(ch
     assert extend_work(planned, batch, TILES[0]) is None
 
 
-def forest(num_rows: int, num_nodes: int) -> tuple[AttentionBatch, int]:
-    """A decode step of rows below the nodes of a random trie; and the tokens of the trie with the rows' own."""
-    random = np.random.default_rng(0)
-    cache = KVCache((1 << 16,), (None,), 16)
-    handles = [cache.create()]
-    parents = [-1, *(int(random.integers(max(0, node - 20), node)) for node in range(1, num_nodes))]
-    tokens = 0
-    for node, parent in enumerate(parents):
-        if node:
-            handles.append(cache.fork(handles[parent]))
-        count = int(random.integers(10, 120))
-        cache.append(np.array([handles[node]]), np.array([count]))
-        tokens += count
-    rows_below = np.sort(random.integers(0, num_nodes, num_rows))
-    own = np.array([cache.fork(handles[node]) for node in rows_below.tolist()])
-    counts = random.integers(1, 120, num_rows)
-    cache.append(own, counts)
-    order = depth_first_rows(np.array(parents), rows_below)
-    rows = own[order]
-    batch = AttentionBatch(
-        page_size=16,
-        window=None,
-        page_table=cache.page_table(0, rows),
-        kv_lens=cache.lengths(rows),
-        cu_seqlens_q=np.arange(num_rows + 1),
-        slots=np.zeros(num_rows, np.int64),
-    )
-    return batch, tokens + int(counts.sum())
-
-
-def depth_first_rows(parents: np.ndarray, node_of_row: np.ndarray) -> list[int]:
-    rows: list[int] = []
-
-    def visit(node: int) -> None:
-        rows.extend(np.flatnonzero(node_of_row == node).tolist())
-        for child in np.flatnonzero(parents == node).tolist():
-            visit(child)
-
-    visit(0)
-    return rows
-
-
 GPU_TILES = load_tiles("sm_90").tiles(128)
 
 
@@ -215,9 +174,9 @@ def test_graphs_have_room_for_usual_decode_steps(rows: int, shared: int, own: in
 
 @pytest.mark.parametrize("heads", [1, 4, 8])
 def test_a_decode_step_of_1024_rows_below_300_nodes_reads_little_more_than_the_live_trie(heads: int) -> None:
-    batch, live_tokens = forest(1024, 300)
-    read = traffic(plan_work(batch, GPU_TILES, heads, items_wanted=132))
-    assert live_tokens <= read.from_memory <= 1.15 * live_tokens
+    decode = Decode(rows=1024, nodes=300, steps=1, seed=0)
+    read = traffic(plan_work(decode.next_step(), GPU_TILES, heads, items_wanted=132))
+    assert decode.live_tokens <= read.from_memory <= 1.15 * decode.live_tokens
 
 
 def test_traffic_counts_keys_again_that_are_not_read_by_neighbours() -> None:
