@@ -11,16 +11,16 @@ from batchkv.sampling_params import SamplingParams
 if TYPE_CHECKING:
     from batchkv.config import EngineConfig
     from batchkv.engine import Engine, plan
-    from batchkv.job_plan import Plan
+    from batchkv.job_plan import JobPlan
 
 __version__ = "0.1.0"
-__all__ = ["Engine", "EngineConfig", "Plan", "SamplingParams", "UserError", "plan"]
+__all__ = ["Engine", "EngineConfig", "JobPlan", "SamplingParams", "UserError", "plan"]
 
 # imported when first used: torch and transformers take seconds
 _LAZY = {
     "Engine": "batchkv.engine",
     "EngineConfig": "batchkv.config",
-    "Plan": "batchkv.job_plan",
+    "JobPlan": "batchkv.job_plan",
     "plan": "batchkv.engine",
 }
 

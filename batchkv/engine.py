@@ -5,8 +5,10 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import asdict
+from tempfile import TemporaryFile
 from time import perf_counter
-from typing import Any
+from typing import IO, Any
 
 import numpy as np
 import numpy.typing as npt
@@ -15,20 +17,24 @@ import pyarrow as pa
 import torch
 from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
+from batchkv import __version__
 from batchkv.batch_invariance import row_multiple
 from batchkv.config import DEFAULT_MODEL, EngineConfig, parse_memory_size
 from batchkv.endings import Endings
-from batchkv.errors import RowError, UserError
+from batchkv.errors import UserError
 from batchkv.executor import Executor, Progress
-from batchkv.job import Jobs, read_job
-from batchkv.job_plan import Plan
+from batchkv.fingerprint import model_fingerprint, tokenizer_fingerprint
+from batchkv.io.read import Jobs, JobSource, open_jobs
+from batchkv.job_plan import JobPlan, PlanTotals
 from batchkv.kernels.attention import AttentionBackend
 from batchkv.kernels.native_cpu import is_covered
 from batchkv.kernels.quantization import scale_bytes, storage_dtype
 from batchkv.kernels.selection import select_attention
 from batchkv.kernels.torch_cpu import TorchAttention
 from batchkv.kv_layout import KVLayout
-from batchkv.metrics import RunMetrics, summarize
+from batchkv.ledger import Ledger
+from batchkv.manifest import Manifest
+from batchkv.metrics import RunMetrics
 from batchkv.model_loader import (
     checkpoint_dtype,
     load_config,
@@ -42,15 +48,23 @@ from batchkv.model_runner import ROW_MULTIPLE, ModelRunner, paged_attention_of
 from batchkv.model_support import check_supported
 from batchkv.packed_linear import is_packed, pack_linears
 from batchkv.parity_probe import check_parity
-from batchkv.preparation import ModelFacts, PreparedJob, prepare
+from batchkv.plan_job import plan_job
+from batchkv.planner import Limits
+from batchkv.preparation import ModelFacts, PreparedWave, prepare_wave
 from batchkv.progress import OnProgress, no_progress
-from batchkv.random_numbers import stream_key
+from batchkv.random_numbers import stream_keys
+from batchkv.records import RecordsInMemory
+from batchkv.results import in_order, result_blocks, result_schema
+from batchkv.rows import Rows, take_in
+from batchkv.run_folder import RunFolder
 from batchkv.sampler import SamplingBatch
 from batchkv.sampling_params import SamplingParams
 from batchkv.stopping import end_token_ids as find_end_token_ids
-from batchkv.writer import Completion, result_table, with_summary
+from batchkv.summary import FinishedRun
+from batchkv.waves import waves
+from batchkv.writer import Writer, with_summary
 
-OnPrepared = Callable[[PreparedJob], Progress]
+OnStart = Callable[[int], Progress]  # with the number of outputs to be computed
 
 
 class Engine:
@@ -82,8 +96,10 @@ class Engine:
             _check_device(model.device)
             check_parity(model.config, type(model))
             self.model, self.device = model, model.device
+            self._fingerprint = None  # a live module may change
         else:
             self.model = load_model(resolve_model(name), self.config.dtype, self.device)
+            self._fingerprint = model_fingerprint(self.model)  # while its weights can be read
             _check_and_pack(self.model)
         self.tokenizer = _tokenizer(model, tokenizer)
         self._kv_dtype = storage_dtype(self.config.kv_dtype, self.model.dtype)
@@ -101,9 +117,18 @@ class Engine:
         """What a token costs in KV."""
         return self._facts.layout
 
-    def plan(self, jobs: Jobs, sampling: SamplingParams | None = None, *, limit: int | None = None) -> Plan:
+    def plan(self, jobs: Jobs, sampling: SamplingParams | None = None, *, limit: int | None = None) -> JobPlan:
         """What `run` would do."""
-        return self._prepare(jobs, sampling, limit, RunMetrics(), no_progress).plan
+        with TemporaryFile() as tokens:
+            return plan_job(
+                open_jobs(jobs),
+                sampling or SamplingParams(),
+                self.tokenizer,
+                self._facts,
+                self._limits(),
+                tokens,
+                limit=limit,
+            )
 
     def run(
         self,
@@ -111,7 +136,7 @@ class Engine:
         sampling: SamplingParams | None = None,
         *,
         limit: int | None = None,
-        on_prepared: OnPrepared | None = None,
+        on_start: OnStart | None = None,
         on_progress: OnProgress = no_progress,
     ) -> pa.Table:
         """Generates for every row of a job.
@@ -120,7 +145,7 @@ class Engine:
             jobs: a path, a glob, several paths, a pyarrow table or a polars frame.
             sampling: parameters of the rows that do not set their own.
             limit: only the first rows.
-            on_prepared: called with the job before it is executed; what it returns is called after every step.
+            on_start: called when the job is read, before it is executed; what it returns is called after every step.
             on_progress: called while the job is read, tokenized and planned.
 
         Returns:
@@ -130,65 +155,100 @@ class Engine:
         Raises:
             UserError: the job as a whole is unusable. What is wrong with single rows stands in their result.
         """
+        source, records = open_jobs(jobs), RecordsInMemory()
+        with TemporaryFile() as tokens:
+            run = self._execute(
+                source, sampling or SamplingParams(), Ledger(records), tokens, limit, on_start, on_progress
+            )
+        blocks = result_blocks(source, run.rows, in_order(records.batches(), run.rows.num_rows, None), limit=limit)
+        with run.metrics.timed("write"):
+            table = pa.concat_tables(blocks)
+        return table.replace_schema_metadata(with_summary(table.schema, run.summary()).metadata)
+
+    def run_into(
+        self,
+        folder: RunFolder,
+        jobs: Jobs,
+        sampling: SamplingParams | None = None,
+        *,
+        limit: int | None = None,
+        on_start: OnStart | None = None,
+        on_progress: OnProgress = no_progress,
+    ) -> dict[str, Any]:
+        """`run` with the result in a file. What is finished is kept if it is interrupted, and is not computed again
+        when the same job is run into the same folder.
+
+        Args:
+            folder: where the results go, and until then what is finished.
+
+        Returns:
+            The summary.
+
+        Raises:
+            UserError: as in `run`; or the folder holds another job, or cannot be written.
+        """
+        source, sampling = open_jobs(jobs), sampling or SamplingParams()
+        manifest = self._manifest(source, sampling, limit)
+        if (published := folder.begin(manifest)) is not None:
+            return published
+        with folder.records() as records, folder.token_file() as tokens:
+            ledger = Ledger(records, *folder.done())
+            run = self._execute(
+                source, sampling, ledger, tokens, limit, on_start, on_progress, on_rows=folder.check_columns
+            )
+        with run.metrics.timed("write"):
+            ordered = in_order(folder.batches(), run.rows.num_rows, folder.path)
+            blocks = result_blocks(source, run.rows, ordered, limit=limit)
+            folder.publish(blocks, with_summary(result_schema(run.rows), run.summary()), run.summary())
+        return run.summary()
+
+    def _execute(
+        self,
+        source: JobSource,
+        sampling: SamplingParams,
+        ledger: Ledger,
+        tokens: IO[bytes],
+        limit: int | None,
+        on_start: OnStart | None,
+        on_progress: OnProgress,
+        on_rows: Callable[[Rows], None] = lambda rows: None,
+    ) -> FinishedRun:
+        """Every row of a job, to its records."""
         started = perf_counter()
         metrics = RunMetrics(load_s=self._load_s)
         self._load_s = 0.0  # counted once
-        prepared = self._prepare(jobs, sampling, limit, metrics, on_progress)
-        progress = on_prepared(prepared) if on_prepared else _no_progress
-        completions = self._execute(prepared, metrics, progress)
-        with metrics.timed("write"):
-            errors, places = _result_rows(prepared, completions)
-            sequence = prepared.plan.sequences.output_sequence[places]
-            table = result_table(
-                prepared.job,
-                errors,
-                [completions[s] if s >= 0 else None for s in sequence.tolist()],
-                prepared.arena.lengths,
-                prepared.plan.cached_tokens()[places],
-                self._detokenize,
-            )
-        metrics.elapsed_s = metrics.load_s + perf_counter() - started
-        return with_summary(table, self._summary(prepared, errors, metrics))
-
-    def _summary(self, prepared: PreparedJob, errors: dict[int, RowError], metrics: RunMetrics) -> dict[str, Any]:
-        how: dict[str, str | bool] = {
-            "attention": self._backend.name,
-            "kv_dtype": str(self._kv_dtype).removeprefix("torch."),
-            "packed_weights": is_packed(self.model),
-            "batch_invariant": self._row_multiple is not None,
-            "decode_graphs": metrics.decode_graphs,
-        }
-        return summarize(prepared.plan, errors, metrics, how)
-
-    def _prepare(
-        self,
-        jobs: Jobs,
-        sampling: SamplingParams | None,
-        limit: int | None,
-        metrics: RunMetrics,
-        on_progress: OnProgress,
-    ) -> PreparedJob:
-        on_progress("read", 0, 0)
-        with metrics.timed("read"):
-            job = read_job(jobs, sampling or SamplingParams(), limit=limit)
-        return prepare(
-            job,
+        rows = take_in(
+            source,
+            sampling,
             self.tokenizer,
-            self._facts,
-            self.config,
-            kv_bytes=kv_budget_bytes(self.config, self.device),
-            device_type=self.device.type,
-            metrics=metrics,
+            self._facts.prompt_limits,
+            tokens,
+            ledger.reject,
+            metrics,
+            limit=limit,
             on_progress=on_progress,
         )
+        on_rows(rows)
+        progress = on_start(rows.num_outputs - len(ledger.done)) if on_start else _no_progress
+        on_progress("plan", 0, 0)
+        totals = PlanTotals()
+        for whole in waves(rows):
+            with metrics.timed("plan"):
+                prepared = prepare_wave(whole, ledger.done, self.layout, self._limits())
+            ledger.reject(prepared.errors)
+            totals = totals.plus(prepared.plan)
+            self._execute_wave(prepared, ledger, metrics, progress)
+        metrics.elapsed_s = metrics.load_s + perf_counter() - started
+        return FinishedRun(rows, ledger, totals, metrics, self._how(metrics))
 
-    def _execute(self, prepared: PreparedJob, metrics: RunMetrics, progress: Progress) -> list[Completion | None]:
-        """The completion of every sequence of the plan."""
+    def _execute_wave(self, prepared: PreparedWave, ledger: Ledger, metrics: RunMetrics, progress: Progress) -> None:
+        if not prepared.wave.num_outputs:
+            return
         with _launching_on(self.device), paged_attention_of(self.model):
             with metrics.timed("plan"):
-                executor = self._executor(prepared, metrics, progress)
+                executor = self._executor(prepared, ledger, metrics, progress)
             try:
-                return executor.run()
+                executor.run()
             except torch.OutOfMemoryError as error:
                 raise UserError(
                     f"{self.device} is out of memory in a forward pass: use less --kv-memory or --max-batch-tokens"
@@ -196,14 +256,36 @@ class Engine:
             finally:
                 executor.release()
 
-    def _executor(self, prepared: PreparedJob, metrics: RunMetrics, progress: Progress) -> Executor:
-        plan, job = prepared.plan, prepared.job
-        params = [job.params[row] for row in plan.sequences.row.tolist()]
-        ids = job.ids.to_pylist()
-        keys = [
-            stream_key(p.seed, ids[row], sample)
-            for p, row, sample in zip(params, plan.sequences.row.tolist(), plan.sequences.sample.tolist(), strict=True)
-        ]
+    def _manifest(self, source: JobSource, sampling: SamplingParams, limit: int | None) -> Manifest:
+        return Manifest.of(
+            batchkv=__version__,
+            **{f"job {file['file']}": file for file in source.fingerprint()},
+            limit=limit,
+            model={"name": self.config.model, "weights": self._fingerprint or model_fingerprint(self.model)},
+            tokenizer={"rules": tokenizer_fingerprint(self.tokenizer)},
+            dtype=str(self.model.dtype),
+            kv_dtype=str(self._kv_dtype),
+            **asdict(sampling),
+        )
+
+    def _limits(self) -> Limits:
+        return self._facts.plan_limits(
+            self.config, kv_bytes=kv_budget_bytes(self.config, self.device), device_type=self.device.type
+        )
+
+    def _how(self, metrics: RunMetrics) -> dict[str, str | bool]:
+        return {
+            "attention": self._backend.name,
+            "kv_dtype": str(self._kv_dtype).removeprefix("torch."),
+            "packed_weights": is_packed(self.model),
+            "batch_invariant": self._row_multiple is not None,
+            "decode_graphs": metrics.decode_graphs,
+        }
+
+    def _executor(self, prepared: PreparedWave, ledger: Ledger, metrics: RunMetrics, progress: Progress) -> Executor:
+        plan, wave = prepared.plan, prepared.wave
+        sequences = plan.sequences
+        params = [wave.params[request] for request in sequences.row.tolist()]
         runner = ModelRunner(
             self.model,
             self.layout,
@@ -216,15 +298,16 @@ class Engine:
         )
         return Executor(
             plan,
-            prepared.arena,
+            wave.arena,
             self.layout,
             runner,
-            SamplingBatch.from_params(params, keys),
-            Endings(params, plan.sequences.max_new_tokens, self.end_token_ids, self.tokenizer),
+            SamplingBatch.from_params(params, stream_keys(wave.keys[sequences.row], sequences.sample)),
+            Endings(params, sequences.max_new_tokens, self.end_token_ids, self.tokenizer),
             max_batch_rows=self.config.max_batch_rows,
             max_batch_tokens=self.config.batch_tokens(self.device.type),
             overlap=self._overlap,
             metrics=metrics,
+            on_ended=Writer(wave, sequences, prepared.cached, self._detokenize, ledger).write,
             progress=progress,
         )
 
@@ -313,7 +396,7 @@ def plan(
     limit: int | None = None,
     on_progress: OnProgress = no_progress,
     **config: Any,
-) -> Plan:
+) -> JobPlan:
     """What a job would do on `model`, from its config and tokenizer alone: no weights are loaded.
 
     `on_progress` is called while the job is read, tokenized and planned.
@@ -328,18 +411,19 @@ def plan(
     check_supported(model_config)
     device = _execution_device(engine_config.device)
     dtype = resolve_dtype(engine_config.dtype, checkpoint_dtype(model_config), device)
-    on_progress("read", 0, 0)
-    prepared = prepare(
-        read_job(jobs, sampling or SamplingParams(), limit=limit),
-        _tokenizer(model, tokenizer),
-        _facts(model_config, storage_dtype(engine_config.kv_dtype, dtype)),
-        engine_config,
-        kv_bytes=kv_budget_bytes(engine_config, device),
-        device_type=device.type,
-        metrics=RunMetrics(),
-        on_progress=on_progress,
-    )
-    return prepared.plan
+    facts = _facts(model_config, storage_dtype(engine_config.kv_dtype, dtype))
+    kv_bytes = kv_budget_bytes(engine_config, device)
+    with TemporaryFile() as tokens:
+        return plan_job(
+            open_jobs(jobs),
+            sampling or SamplingParams(),
+            _tokenizer(model, tokenizer),
+            facts,
+            facts.plan_limits(engine_config, kv_bytes=kv_bytes, device_type=device.type),
+            tokens,
+            limit=limit,
+            on_progress=on_progress,
+        )
 
 
 def _facts(config: PretrainedConfig, kv_dtype: torch.dtype) -> ModelFacts:
@@ -373,21 +457,6 @@ def _tokenizer(
     if tokenizer is None:
         return None if isinstance(model, PreTrainedModel) else load_tokenizer(resolve_model(os.fspath(model)))
     return load_tokenizer(resolve_model(tokenizer)) if isinstance(tokenizer, str) else tokenizer
-
-
-def _result_rows(
-    prepared: PreparedJob, completions: list[Completion | None]
-) -> tuple[dict[int, RowError], npt.NDArray[np.int64]]:
-    """All rows with errors, and the places of the plan's output that are result rows: one for each of those rows."""
-    sequences = prepared.plan.sequences
-    failed = np.array([completion is None for completion in completions], bool)
-    has_failed = (sequences.output_sequence >= 0) & failed[sequences.output_sequence] if len(failed) else failed
-    errors = dict(prepared.errors)
-    for row in np.unique(sequences.output_row[has_failed]).tolist():
-        errors[row] = RowError("bad_logits", "the model's logits were not finite: try --dtype float32")
-    is_first = np.diff(sequences.output_row, prepend=-1) > 0
-    has_error = np.isin(sequences.output_row, list(errors))
-    return errors, np.flatnonzero(is_first | ~has_error)
 
 
 def _no_progress(ended: int, generated: int) -> None:

@@ -11,7 +11,7 @@ Decode rows of step k + 1 take their tokens on the device, from what step k samp
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from time import perf_counter
 
@@ -34,6 +34,8 @@ from batchkv.writer import Completion
 
 Int64Array = npt.NDArray[np.int64]
 Progress = Callable[[int, int], None]  # (sequences that ended, tokens generated) since the last call
+# Sequences that ended; None in place of a completion where the model gave no valid distribution to sample from.
+OnEnded = Callable[[Sequence[tuple[int, Completion | None]]], None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,6 +69,7 @@ class Executor:
         overlap: whether the host works on the next step while the device is at one. Each sequence that ends by a token
             then has one row too many.
         metrics: counts and times are added here.
+        on_ended: called with the sequences that ended in a step.
         progress: called after every step that is finished.
     """
 
@@ -83,10 +86,11 @@ class Executor:
         max_batch_tokens: int,
         overlap: bool,
         metrics: RunMetrics,
+        on_ended: OnEnded,
         progress: Progress,
     ) -> None:
         self._runner, self._sampling, self._endings = runner, sampling, endings
-        self._metrics, self._progress = metrics, progress
+        self._metrics, self._on_ended, self._progress = metrics, on_ended, progress
         self._generated = GeneratedTokens(len(plan.sequences))
         self._scheduler = Scheduler(
             plan,
@@ -98,13 +102,12 @@ class Executor:
         )
         self._page_bytes = np.array(layout.group_bytes_per_token) * plan.memory.page_size
         self._bytes_per_token = layout.bytes_per_token
-        self._completions: list[Completion | None] = [None] * len(plan.sequences)
         self._has_ended = np.zeros(len(plan.sequences), bool)
         self._overlap = overlap
         self._counted_to, self._sampling_s = 0.0, 0.0  # times of the step that is finished next
 
-    def run(self) -> list[Completion | None]:
-        """The completion of every sequence; None where the model gave no valid distribution to sample from."""
+    def run(self) -> None:
+        """Until every sequence has ended."""
         self._counted_to = perf_counter()
         launched: _Launched | None = None
         while not self._scheduler.is_done:
@@ -118,9 +121,9 @@ class Executor:
                 launched, drawn = None, self._draw(launched)
                 self._finish(drawn)
         self._finish(self._draw(launched))
-        self._metrics.decode_graphs, self._metrics.graph_steps = self._runner.decode_graphs, self._runner.graph_steps
+        self._metrics.decode_graphs = self._runner.decode_graphs
+        self._metrics.graph_steps += self._runner.graph_steps
         self._metrics.preempted_sequences += self._scheduler.preempted_sequences
-        return self._completions
 
     def release(self) -> None:
         """Lets go of the KV memory: nothing can be run after that."""
@@ -173,15 +176,22 @@ class Executor:
     def _collect(self, sequences: Int64Array, endings: npt.NDArray[np.int8]) -> None:
         ended = np.flatnonzero(endings != Ending.NONE)
         self._has_ended[sequences[ended]] = True
+        found: list[tuple[int, Completion | None]] = []
         for sequence, ending in zip(sequences[ended].tolist(), endings[ended].tolist(), strict=True):
-            if ending != Ending.INVALID:
-                self._completions[sequence] = Completion(
-                    token_ids=self._generated.tokens(sequence).copy(),
-                    logprobs=self._generated.logprobs(sequence).copy(),
-                    finish_reason="length" if ending == Ending.LENGTH else "stop",
-                    stop_string=self._endings.stop_string(sequence),
-                )
+            found.append((sequence, self._completion(sequence, ending)))
             self._generated.drop(sequence)
+        if found:
+            self._on_ended(found)
+
+    def _completion(self, sequence: int, ending: Ending) -> Completion | None:
+        if ending == Ending.INVALID:
+            return None
+        return Completion(
+            token_ids=self._generated.tokens(sequence).copy(),
+            logprobs=self._generated.logprobs(sequence).copy(),
+            finish_reason="length" if ending == Ending.LENGTH else "stop",
+            stop_string=self._endings.stop_string(sequence),
+        )
 
     def _count(self, step: Step) -> None:
         """A finished step; all time since the last one was is its."""

@@ -1,12 +1,12 @@
-"""A job: rows that are checked, each with its prompt, its parameters and perhaps its error."""
+"""A block of a job's rows that is checked: each row with its prompt, its parameters and perhaps its error."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
+from typing import Literal
 
 import numpy as np
-import numpy.typing as npt
 import pyarrow as pa
 
 from batchkv.errors import RowError, UserError
@@ -15,9 +15,11 @@ from batchkv.io.columns import (
     ID_COLUMN,
     PROMPT_COLUMNS,
     RESULT_COLUMNS,
+    TENANT_COLUMN,
     UNSUPPORTED_COLUMNS,
     Column,
     decoded,
+    distinct,
     is_given,
     is_string,
     kind_of,
@@ -25,27 +27,46 @@ from batchkv.io.columns import (
 )
 from batchkv.io.parameters import read_parameters
 from batchkv.io.prompts import Message, Prompt, Prompts, read_prompts
-from batchkv.io.read import Jobs, JobTable, read_jobs
+from batchkv.io.read import JobTable
 from batchkv.sampling_params import RowParams, SamplingParams
 
-__all__ = ["Job", "Jobs", "Message", "Prompt", "Prompts", "output_offsets", "read_job"]
+IdKind = Literal["numbered", "string", "integer"]  # numbered: there is no column of ids
+
+__all__ = [
+    "IdKind",
+    "Job",
+    "Message",
+    "Prompt",
+    "Prompts",
+    "carried_columns",
+    "check_columns",
+    "check_rows",
+    "read_ids",
+]
+
+_ID_TYPES = {"numbered": pa.int64(), "string": pa.string(), "integer": pa.int64()}
+_BAD_TENANT = RowError("bad_parameter", "tenant must be a string or an integer")
 
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """The rows of a job, all of the same length and in the order of the job file.
+    """Rows of a job, all of the same length and in the order of the job file.
 
     Attributes:
         ids: string or int64 [rows]; null where the file has none or one of another type.
+        id_kind: what they are; None if all are null.
         prompts: text, a conversation or int32 token ids; none where the row has an error.
         params: a row with an error has the defaults.
+        tenants: of each row, as text; None where nobody has one.
         errors: by row number.
         carried: the columns that are copied to the result, in order; no columns if there are none.
     """
 
     ids: pa.Array
+    id_kind: IdKind | None
     prompts: Prompts
     params: RowParams
+    tenants: list[str | None] | None
     errors: Mapping[int, RowError]
     carried: pa.Table
 
@@ -54,102 +75,122 @@ class Job:
         return len(self.ids)
 
 
-def read_job(jobs: Jobs, defaults: SamplingParams, *, limit: int | None = None) -> Job:
-    """Reads and checks a job; what is wrong with one row becomes that row's error.
+def check_rows(table: JobTable, defaults: SamplingParams, *, first_row: int = 0, id_kind: IdKind | None = None) -> Job:
+    """Checks a block of rows; what is wrong with one row becomes that row's error.
 
     Args:
-        jobs: a path, a glob, several paths, a pyarrow table or a polars frame.
+        table: the rows.
         defaults: the parameters of a row that does not set its own.
-        limit: only the first rows of the job.
+        first_row: the number in the job of the block's first row: its id, where there is no column of ids.
+        id_kind: what the ids of the rows before are; None if there are none before.
 
     Raises:
-        UserError: no row of the job can be run: it cannot be read, or its columns are not those of a job.
+        UserError: a column cannot be of any row.
     """
-    if limit is not None and limit < 0:
-        raise UserError(f"limit is {limit}, must be 0 or more")
-    table = read_jobs(jobs)
-    if limit is not None:
-        table = table.head(limit)
-    _check_columns(table)
-    ids, id_errors = _read_ids(table)
+    ids, id_kind, id_errors = read_ids(table, first_row, id_kind)
     prompts, prompt_errors = read_prompts(table.columns, table.num_rows)
     params, param_errors = read_parameters(table.columns, defaults, table.num_rows)
+    tenants, tenant_errors = _read_tenants(table)
     # The first thing that is wrong with a row is what it reports.
-    errors = {**_unsupported(table), **param_errors, **prompt_errors, **id_errors, **table.errors}
+    errors = {**_unsupported(table), **tenant_errors, **param_errors, **prompt_errors, **id_errors, **table.errors}
     params.index[list(errors)] = 0  # the defaults
-    return Job(ids, prompts.without(errors), params, dict(sorted(errors.items())), _carried(table))
+    ordered = dict(sorted(errors.items()))
+    return Job(ids, id_kind, prompts.without(errors), params, tenants, ordered, carried_columns(table))
 
 
-def output_offsets(job: Job, errors: Mapping[int, RowError]) -> npt.NDArray[np.int64]:
-    """Where each row's samples lie in the result: row i has slots [offsets[i], offsets[i + 1]).
+def check_columns(names: Collection[str]) -> None:
+    """Whether a job with these columns can be run at all.
 
-    int64 [rows + 1]. A row has `n` slots, a row with an error (in `job` or in `errors`) has one.
+    Raises:
+        UserError: it has no prompts, or columns that are the result's own.
     """
-    counts = job.params.column(lambda params: params.n, np.int64)
-    counts[[*errors, *job.errors]] = 1
-    return np.concatenate([np.zeros(1, dtype=np.int64), np.cumsum(counts)])
-
-
-def _check_columns(table: JobTable) -> None:
-    names = table.columns.keys()
-    if {"custom_id", "body"} <= names and not names & set(PROMPT_COLUMNS):
-        raise UserError(
-            "the rows are OpenAI Batch requests (custom_id, body), which are not supported yet: "
-            "write a job file with the columns id and messages"
-        )
-    if table.num_rows and not names & set(PROMPT_COLUMNS):
+    if names and not set(names) & set(PROMPT_COLUMNS):
         raise UserError(
             f"the job has none of the columns {', '.join(PROMPT_COLUMNS)}, "
-            f"only {', '.join(names) or 'none at all'}: rename the one that holds the prompts"
+            f"only {', '.join(names)}: rename the one that holds the prompts"
         )
-    taken = [name for name in names - CONSUMED_COLUMNS if name in RESULT_COLUMNS]
+    taken = [name for name in names if name not in CONSUMED_COLUMNS and name in RESULT_COLUMNS]
     if taken:
         raise UserError(
             f"the result has columns of its own named {', '.join(sorted(taken))}: rename those of the job file"
         )
 
 
-def _read_ids(table: JobTable) -> tuple[pa.Array, dict[int, RowError]]:
-    """The id of each row, string or int64 [rows], and the rows whose id is null, odd or taken."""
+def _read_tenants(table: JobTable) -> tuple[list[str | None] | None, dict[int, RowError]]:
+    """The tenant of each row as text; None where nobody has one."""
+    if TENANT_COLUMN not in table.columns:
+        return None, {}
+    codes, values = distinct(table.columns[TENANT_COLUMN])
+    allowed = [value if value is None or type(value) in (str, int) else _BAD_TENANT for value in values]
+    errors = {row: _BAD_TENANT for row in range(len(codes)) if allowed[codes[row]] is _BAD_TENANT}
+    texts = [None if value is None or isinstance(value, RowError) else str(value) for value in allowed]
+    return [texts[code] for code in codes.tolist()], errors
+
+
+def read_ids(
+    table: JobTable, first_row: int, kind: IdKind | None = None
+) -> tuple[pa.Array, IdKind | None, dict[int, RowError]]:
+    """The id of each row, string or int64 [rows], what they are, and the rows whose id is null or odd.
+
+    Args:
+        table: a block of rows.
+        first_row: the number in the job of its first row.
+        kind: what the ids of the rows before are; None if there is none before.
+
+    Raises:
+        UserError: ids that are of no use, or of another kind than those before.
+    """
+    errors: dict[int, RowError] = {}
     if ID_COLUMN not in table.columns:
-        return pa.array(np.arange(table.num_rows)), {}
-    column = decoded(table.columns[ID_COLUMN])
-    ids, errors = _ids_of_cells(column) if isinstance(column, list) else (_ids_of_arrow(column), {})
+        if kind in (None, "numbered"):
+            return pa.array(np.arange(first_row, first_row + table.num_rows)), "numbered", {}
+        ids = pa.nulls(table.num_rows, _ID_TYPES[kind])
+    elif kind == "numbered":
+        raise UserError(f"{table.where}: column id begins here: give an id to every row of the job, or to none")
+    else:
+        column = decoded(table.columns[ID_COLUMN])
+        if isinstance(column, list):
+            ids, errors = _ids_of_cells(column, first_row, kind)
+        else:
+            ids = _ids_of_arrow(column, table.where, kind)
+        if kind is None and ids.null_count < len(ids):
+            kind = "string" if pa.types.is_string(ids.type) else "integer"
     for row in np.flatnonzero(ids.is_null().to_numpy(zero_copy_only=False)).tolist():
-        errors.setdefault(row, RowError("bad_id", f"the id of row {row} is null"))
-    # Codes count up in the order of first appearance, so the first row of each code is the one to keep.
-    codes = ids.dictionary_encode("encode").indices.to_numpy()
-    _, first_rows = np.unique(codes, return_index=True)
-    for row in np.flatnonzero(first_rows[codes] != np.arange(len(codes))).tolist():
-        message = f"row {row} has the id of row {first_rows[codes[row]]}: make ids unique"
-        errors.setdefault(row, RowError("duplicate_id", message))
-    return ids, errors
+        errors.setdefault(row, RowError("bad_id", f"the id of row {first_row + row} is null"))
+    return ids, kind, errors
 
 
-def _ids_of_arrow(column: pa.ChunkedArray) -> pa.Array:
+def _ids_of_arrow(column: pa.ChunkedArray, where: str, kind: IdKind | None) -> pa.Array:
     if is_string(column.type) or pa.types.is_null(column.type):
-        return column.cast(pa.string()).combine_chunks()
-    if not pa.types.is_integer(column.type):
+        found, ids = "string", column.cast(pa.string()).combine_chunks()
+    elif pa.types.is_integer(column.type):
+        try:
+            found, ids = "integer", column.cast(pa.int64()).combine_chunks()
+        except pa.ArrowInvalid as error:
+            raise UserError(f"column id is no signed 64-bit integer ({error}): make it a string") from None
+    else:
         raise UserError(f"column id is {column.type}, must be string or integer: cast it")
-    try:
-        return column.cast(pa.int64()).combine_chunks()
-    except pa.ArrowInvalid as error:
-        raise UserError(f"column id is no signed 64-bit integer ({error}): make it a string") from None
+    if kind is None or found == kind:
+        return ids
+    if ids.null_count == len(ids):
+        return pa.nulls(len(ids), _ID_TYPES[kind])
+    raise UserError(f"{where}: column id is {column.type}, but {_ID_TYPES[kind]} before: write it with one type")
 
 
-def _ids_of_cells(cells: list[object]) -> tuple[pa.Array, dict[int, RowError]]:
+def _ids_of_cells(cells: list[object], first_row: int, kind: IdKind | None) -> tuple[pa.Array, dict[int, RowError]]:
     """Ids of JSON lines: the first that is a string or an integer tells the type of all."""
-    kind = next((type(cell) for cell in cells if type(cell) in (str, int)), str)
-    wanted = "a string" if kind is str else "a 64-bit integer"
+    known = {None: None, "string": str, "integer": int}[kind]
+    allowed = known or next((type(cell) for cell in cells if type(cell) in (str, int)), str)
+    wanted = "a string" if allowed is str else "a 64-bit integer"
     errors: dict[int, RowError] = {}
     kept: list[object] = list(cells)
     for row, cell in enumerate(cells):
         too_big = isinstance(cell, int) and not -(2**63) <= cell < 2**63
-        if cell is not None and (type(cell) is not kind or too_big):
+        if cell is not None and (type(cell) is not allowed or too_big):
             kept[row] = None
-            message = f"the id of row {row} is {kind_of(cell)}, must be {wanted} as in the rows before"
+            message = f"the id of row {first_row + row} is {kind_of(cell)}, must be {wanted} as in the rows before"
             errors[row] = RowError("bad_id", message)
-    return pa.array(kept, pa.string() if kind is str else pa.int64()), errors
+    return pa.array(kept, pa.string() if allowed is str else pa.int64()), errors
 
 
 def _unsupported(table: JobTable) -> dict[int, RowError]:
@@ -161,7 +202,8 @@ def _unsupported(table: JobTable) -> dict[int, RowError]:
     return errors
 
 
-def _carried(table: JobTable) -> pa.Table:
+def carried_columns(table: JobTable) -> pa.Table:
+    """The columns that are copied to the result, with types that every result file can hold."""
     carried = {name: _carried_column(column) for name, column in table.columns.items() if name not in CONSUMED_COLUMNS}
     return pa.table(carried)
 

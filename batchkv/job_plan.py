@@ -14,6 +14,7 @@ from batchkv.trie import PrefixTrie
 
 _TREE_CHILDREN = 6  # children of a node that are drawn one by one
 _TREE_DEPTH = 4
+TOP_PREFIXES = 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +36,7 @@ class SharedPrefix:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """What a job will do. `str(plan)` is its EXPLAIN.
+    """What a wave will do.
 
     Attributes:
         trie: nodes and prompts in execution order.
@@ -43,7 +44,6 @@ class Plan:
         costs: KV pages and lifetimes of nodes and sequences.
         memory: the KV pool.
         order: how the children of a node were ordered.
-        errors: rows that cannot run.
         prompt_tokens: tokens of all rows' prompts.
         shared: the prefixes that save most, best first.
     """
@@ -53,88 +53,31 @@ class Plan:
     costs: PageCosts
     memory: MemoryPlan
     order: str
-    errors: int
     prompt_tokens: int
     shared: tuple[SharedPrefix, ...]
-
-    @property
-    def rows(self) -> int:
-        return len(self.trie.row_prompt)
 
     @property
     def prefill_tokens(self) -> int:
         """Prompt tokens that go through the model: every trie token once."""
         return self.trie.num_tokens
 
-    @property
-    def saved_tokens(self) -> int:
-        return self.prompt_tokens - self.prefill_tokens
-
-    @property
-    def sharing_ratio(self) -> float:
-        """Share of the prompt tokens that need not be computed."""
-        return self.saved_tokens / self.prompt_tokens if self.prompt_tokens else 0.0
-
     def cached_tokens(self) -> npt.NDArray[np.int64]:
-        """int64 [outputs]: prompt tokens that need not be computed for each result row; 0 for an error row.
+        """int64 [outputs]: prompt tokens that need not be computed for each output.
 
-        A node's tokens are computed for the first sequence below it, and a sequence for the first result row it serves.
+        A node's tokens are computed for the first sequence below it, and a sequence for the first output it serves.
         """
         sequences = self.sequences
         if len(sequences) == 0:
-            return np.zeros(len(sequences.output_sequence), np.int64)
+            return np.zeros(0, np.int64)
         computed = np.zeros(len(sequences), np.int64)
         np.add.at(computed, self.costs.first_sequence, self.trie.lengths)
-        served = np.flatnonzero(sequences.output_sequence >= 0)
-        sequence, first = np.unique(sequences.output_sequence[served], return_index=True)
-        cached = np.zeros(len(sequences.output_sequence), np.int64)
-        cached[served] = self.trie.end[self.trie.prompt_node[sequences.prompt[sequences.output_sequence[served]]]]
-        cached[served[first]] -= computed[sequence]
+        sequence, first = np.unique(sequences.output_sequence, return_index=True)
+        cached = self.trie.end[self.trie.prompt_node[sequences.prompt[sequences.output_sequence]]].astype(np.int64)
+        cached[first] -= computed[sequence]
         return cached
 
-    def to_json(self) -> dict[str, Any]:
-        """The plan's totals and top shared prefixes, as `batchkv plan --format json` prints them."""
-        return {
-            "rows": self.rows,
-            "errors": self.errors,
-            "sequences": len(self.sequences),
-            "prompt_tokens": self.prompt_tokens,
-            "prefill_tokens": self.prefill_tokens,
-            "saved_tokens": self.saved_tokens,
-            "sharing_ratio": round(self.sharing_ratio, 6),
-            "peak_kv_tokens": self.memory.peak_tokens,
-            "kv_budget_tokens": self.memory.budget_tokens,
-            "kv_bytes_per_token": self.memory.bytes_per_token,
-            "page_size": self.memory.page_size,
-            "window_rows": self.memory.window_rows,
-            "order": self.order,
-            "depth": int(self.trie.depth.max()),
-            "nodes": self.trie.num_nodes - 1,
-            "shared_prefixes": [asdict(prefix) for prefix in self.shared],
-        }
-
-    def explain(self) -> str:
-        """Totals and the upper part of the trie, for people."""
-        return "\n".join([*self._totals(), "", *self._tree()])
-
-    def __str__(self) -> str:
-        return self.explain()
-
-    def _totals(self) -> list[str]:
-        memory = self.memory
-        peak_mib = memory.peak_tokens * memory.bytes_per_token / (1 << 20)
-        errors = f", {self.errors:,} with errors" if self.errors else ""
-        return [
-            f"rows      {self.rows:,}{errors}; {len(self.sequences):,} sequences to generate",
-            f"prompt    {self.prompt_tokens:,} tokens",
-            f"prefill   {self.prefill_tokens:,} tokens, saves {self.saved_tokens:,} ({self.sharing_ratio:.1%})",
-            f"trie      {self.trie.num_nodes - 1:,} nodes, depth {int(self.trie.depth.max())}, {self.order}",
-            f"KV        peak {memory.peak_tokens:,} of {memory.budget_tokens:,} tokens ({peak_mib:,.0f} MiB), "
-            f"pages of {memory.page_size}",
-            f"in flight {min(memory.window_rows, len(self.sequences)):,} sequences fit at any point",
-        ]
-
-    def _tree(self) -> list[str]:
+    def tree(self) -> list[str]:
+        """The upper part of the trie, drawn line by line."""
         rows = rows_below(self.trie)
         lines = [f"root · {int(rows[0]):,} rows"]
         self._draw_children(0, "", rows, lines)
@@ -163,6 +106,129 @@ class Plan:
         span = f"{lengths.min():,}" if lengths.min() == lengths.max() else f"{lengths.min():,}-{lengths.max():,}"
         below = int(rows[nodes].sum())
         return f"{len(nodes):,} more of {span} tokens, {below:,} rows"
+
+
+@dataclass(frozen=True, slots=True)
+class PlanTotals:
+    """What all waves of a job do, one after the other.
+
+    Attributes:
+        waves: how many there are.
+        sequences, nodes, prompt_tokens, prefill_tokens: sums.
+        depth, peak_kv_tokens: maxima.
+        window_rows: the narrowest window.
+        orders: how children were ordered, without repeats.
+        shared: the prefixes that save most, best first.
+        page_size, kv_budget_tokens, kv_bytes_per_token: as in `MemoryPlan`, of the last wave.
+    """
+
+    waves: int = 0
+    sequences: int = 0
+    nodes: int = 0
+    prompt_tokens: int = 0
+    prefill_tokens: int = 0
+    depth: int = 0
+    peak_kv_tokens: int = 0
+    window_rows: int | None = None
+    orders: tuple[str, ...] = ()
+    shared: tuple[SharedPrefix, ...] = ()
+    page_size: int = 0
+    kv_budget_tokens: int = 0
+    kv_bytes_per_token: int = 0
+
+    def plus(self, plan: Plan) -> PlanTotals:
+        """With one more wave."""
+        memory = plan.memory
+        shared = sorted((*self.shared, *plan.shared), key=lambda prefix: -prefix.saved_tokens)
+        return PlanTotals(
+            waves=self.waves + 1,
+            sequences=self.sequences + len(plan.sequences),
+            nodes=self.nodes + plan.trie.num_nodes - 1,
+            prompt_tokens=self.prompt_tokens + plan.prompt_tokens,
+            prefill_tokens=self.prefill_tokens + plan.prefill_tokens,
+            depth=max(self.depth, int(plan.trie.depth.max())),
+            peak_kv_tokens=max(self.peak_kv_tokens, memory.peak_tokens),
+            window_rows=min(memory.window_rows, self.window_rows or memory.window_rows),
+            orders=tuple(dict.fromkeys((*self.orders, plan.order))),
+            shared=tuple(shared[:TOP_PREFIXES]),
+            page_size=memory.page_size,
+            kv_budget_tokens=memory.budget_tokens,
+            kv_bytes_per_token=memory.bytes_per_token,
+        )
+
+    @property
+    def saved_tokens(self) -> int:
+        return self.prompt_tokens - self.prefill_tokens
+
+    @property
+    def sharing_ratio(self) -> float:
+        """Share of the prompt tokens that need not be computed."""
+        return self.saved_tokens / self.prompt_tokens if self.prompt_tokens else 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class JobPlan:
+    """What a job will do. `str(plan)` is its EXPLAIN.
+
+    Attributes:
+        rows: rows of the job, those with errors included.
+        errors: rows that cannot run.
+        totals: of all waves.
+        first: the first wave's plan, whose trie is drawn; it is the whole job's if there is one wave.
+    """
+
+    rows: int
+    errors: int
+    totals: PlanTotals
+    first: Plan
+
+    def to_json(self) -> dict[str, Any]:
+        """Totals and top shared prefixes, as `batchkv plan --format json` prints them."""
+        totals = self.totals
+        return {
+            "rows": self.rows,
+            "errors": self.errors,
+            "waves": totals.waves,
+            "sequences": totals.sequences,
+            "prompt_tokens": totals.prompt_tokens,
+            "prefill_tokens": totals.prefill_tokens,
+            "saved_tokens": totals.saved_tokens,
+            "sharing_ratio": round(totals.sharing_ratio, 6),
+            "peak_kv_tokens": totals.peak_kv_tokens,
+            "kv_budget_tokens": totals.kv_budget_tokens,
+            "kv_bytes_per_token": totals.kv_bytes_per_token,
+            "page_size": totals.page_size,
+            "window_rows": totals.window_rows,
+            "order": ", ".join(totals.orders),
+            "depth": totals.depth,
+            "nodes": totals.nodes,
+            "shared_prefixes": [asdict(prefix) for prefix in totals.shared],
+        }
+
+    def explain(self) -> str:
+        """Totals and the upper part of the trie, for people."""
+        return "\n".join([*self._totals(), "", *self.first.tree()])
+
+    def __str__(self) -> str:
+        return self.explain()
+
+    def _totals(self) -> list[str]:
+        totals = self.totals
+        peak_mib = totals.peak_kv_tokens * totals.kv_bytes_per_token / (1 << 20)
+        errors = f", {self.errors:,} with errors" if self.errors else ""
+        window = min(totals.window_rows or 0, totals.sequences)
+        lines = [
+            f"rows      {self.rows:,}{errors}; {totals.sequences:,} sequences to generate",
+            f"prompt    {totals.prompt_tokens:,} tokens",
+            f"prefill   {totals.prefill_tokens:,} tokens, saves {totals.saved_tokens:,} ({totals.sharing_ratio:.1%})",
+            f"trie      {totals.nodes:,} nodes, depth {totals.depth}, {', '.join(totals.orders)}",
+            f"KV        peak {totals.peak_kv_tokens:,} of {totals.kv_budget_tokens:,} tokens ({peak_mib:,.0f} MiB), "
+            f"pages of {totals.page_size}",
+            f"in flight {window:,} sequences fit at any point",
+        ]
+        if totals.waves > 1:
+            lines.append(f"waves     {totals.waves:,}, planned one after the other; the first:")
+        return lines
 
 
 def rows_below(trie: PrefixTrie) -> npt.NDArray[np.int64]:

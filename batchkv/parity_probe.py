@@ -10,21 +10,20 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
-import pyarrow as pa
 import torch
 
 from batchkv.errors import UserError
-from batchkv.job import Job, Prompts
 from batchkv.kernels.selection import select_attention
 from batchkv.kv_layout import KVLayout, layer_specs
 from batchkv.model_runner import ModelRunner, paged_attention_of
 from batchkv.model_support import tiny_config, tiny_model
 from batchkv.packed_linear import pack_linears
 from batchkv.planner import Limits, make_plan
-from batchkv.sampling_params import RowParams, SamplingParams
+from batchkv.sampling_params import SamplingParams
 from batchkv.scheduler import Scheduler
 from batchkv.sequence import GeneratedTokens
 from batchkv.token_arena import TokenArena
+from batchkv.wave import Wave
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
@@ -85,10 +84,9 @@ def _run(
 ) -> tuple[list[torch.Tensor], list[npt.NDArray[np.int32]]]:
     """Greedy generation through our attention: per prompt the logits [new, V] and all tokens."""
     arena = TokenArena.from_rows(prompts)
-    params = RowParams.of([SamplingParams(max_tokens=_NEW_TOKENS)] * len(prompts))
-    job = Job(pa.array(range(len(prompts))), Prompts.of_token_ids(arena), params, {}, pa.table({}))
+    wave = Wave.of(arena, [SamplingParams(max_tokens=_NEW_TOKENS)] * len(prompts))
     layout = KVLayout(layer_specs(model.config), model.dtype.itemsize)
-    plan = make_plan(job, arena, {}, layout, _LIMITS)
+    plan = make_plan(wave, layout, _LIMITS)
     backend, memory = select_attention(model.dtype), plan.memory
     runner = ModelRunner(model, layout, model.dtype, backend, memory.pool_pages, memory.page_size)
     generated = GeneratedTokens(len(plan.sequences))

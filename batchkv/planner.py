@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -10,8 +10,7 @@ import numpy.typing as npt
 
 from batchkv.errors import RowError
 from batchkv.intervals import subtree_ends
-from batchkv.job import Job, output_offsets
-from batchkv.job_plan import Plan, SharedPrefix, rows_below
+from batchkv.job_plan import TOP_PREFIXES, Plan, SharedPrefix, rows_below
 from batchkv.kv_layout import KVLayout
 from batchkv.memory_plan import (
     LEAST_SLACK_PAGES,
@@ -26,8 +25,8 @@ from batchkv.sampling_params import SamplingParams
 from batchkv.sequence import SequenceTable
 from batchkv.token_arena import TokenArena
 from batchkv.trie import PrefixTrie, build_trie
+from batchkv.wave import Wave, count_up
 
-_TOP_PREFIXES = 20
 _PREVIEW_TOKENS = 24
 
 Detokenize = Callable[[npt.NDArray[np.int32]], str]
@@ -54,74 +53,65 @@ class Limits:
     share_prefixes: bool = True
 
 
-def new_token_limits(job: Job, arena: TokenArena, limits: Limits) -> npt.NDArray[np.int64]:
-    """int64 [rows]: most tokens each row's samples can have, by `max_tokens` and by the context."""
-    wanted = job.params.column(lambda params: params.max_tokens, np.int64)
+def new_token_limits(wave: Wave, limits: Limits) -> npt.NDArray[np.int64]:
+    """int64 [requests]: most tokens each request's samples can have, by `max_tokens` and by the context."""
+    wanted = wave.params.column(lambda params: params.max_tokens, np.int64)
     if limits.context_length is None:
         return wanted
-    return np.minimum(wanted, limits.context_length - arena.lengths)
+    return np.minimum(wanted, limits.context_length - wave.arena.lengths)
 
 
-def check_kv_budget(job: Job, arena: TokenArena, layout: KVLayout, limits: Limits) -> dict[int, RowError]:
-    """Rows that take more KV than the budget has even when nothing else runs: `too_long`.
+def check_kv_budget(wave: Wave, layout: KVLayout, limits: Limits) -> dict[int, RowError]:
+    """Requests that take more KV than the budget has even when nothing else runs: `too_long`.
 
-    Each group of layers has a pool that holds its largest row. Where rows are largest in different groups, those
-    that need most go first.
+    Each group of layers has a pool that holds its largest request. Where requests are largest in different groups,
+    those that need most go first.
     """
-    length = arena.lengths
-    new_tokens = new_token_limits(job, arena, limits)
+    length = wave.arena.lengths
+    new_tokens = new_token_limits(wave, limits)
     token_bytes = np.array(layout.group_bytes_per_token)
-    needed = _tokens_alone(job, layout, length, new_tokens) * token_bytes[:, None]
+    needed = _tokens_alone(wave, layout, new_tokens) * token_bytes[:, None]
     total = needed.sum(axis=0)
     order = np.argsort(-total, kind="stable")
     pools = np.maximum.accumulate(needed[:, order[::-1]], axis=1)[:, ::-1].sum(axis=0)
     errors: dict[int, RowError] = {}
-    for row in order[(pools > limits.kv_bytes) & (length[order] > 0)].tolist():
-        errors[row] = RowError(
+    for request in order[pools > limits.kv_bytes].tolist():
+        errors[request] = RowError(
             "too_long",
-            f"prompt of {length[row]} tokens and {new_tokens[row]} to generate need {total[row]:,} bytes of KV cache, "
-            f"the budget of {limits.kv_bytes:,} has no room for them: raise --kv-memory or lower max_tokens",
+            f"prompt of {length[request]} tokens and {new_tokens[request]} to generate need {total[request]:,} bytes "
+            f"of KV cache, the budget of {limits.kv_bytes:,} has no room for them: raise --kv-memory or "
+            "lower max_tokens",
         )
     return dict(sorted(errors.items()))
 
 
-def _tokens_alone(
-    job: Job, layout: KVLayout, length: npt.NDArray[np.int64], new_tokens: npt.NDArray[np.int64]
-) -> npt.NDArray[np.int64]:
-    """int64 [G, rows]: KV tokens that each row holds at most when nothing else runs; 0 without a prompt."""
-    one_sequence = job.params.column(lambda params: params.n == 1 or params.greedy, np.bool_)
+def _tokens_alone(wave: Wave, layout: KVLayout, new_tokens: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+    """int64 [G, requests]: KV tokens that each request holds at most when nothing else runs."""
+    length = wave.arena.lengths
+    one_sequence = wave.params.column(lambda params: params.n == 1 or params.greedy, np.bool_)
     tokens = []
     for window in layout.windows:
         prompt = prefix_pages(np.zeros_like(length), length, 1, window)
         output = sequence_pages(length, length + new_tokens - 1, one_sequence, prompt, 1, window)
-        tokens.append(np.where(length > 0, prompt + output + (LEAST_SLACK_PAGES if window else 0), 0))
+        tokens.append(prompt + output + (LEAST_SLACK_PAGES if window else 0))
     return np.stack(tokens)
 
 
-def make_plan(
-    job: Job,
-    arena: TokenArena,
-    errors: Mapping[int, RowError],
-    layout: KVLayout,
-    limits: Limits,
-    detokenize: Detokenize | None = None,
-) -> Plan:
-    """Plans a job.
+def make_plan(wave: Wave, layout: KVLayout, limits: Limits, detokenize: Detokenize | None = None) -> Plan:
+    """Plans a wave.
 
     Args:
-        job: all rows.
-        arena: their prompts; rows with errors have no tokens.
-        errors: rows that cannot run, `check_kv_budget`'s included.
+        wave: requests that `check_kv_budget` finds nothing wrong with.
         layout: KV of the model.
         limits: memory and batch limits.
         detokenize: shows in `Plan.shared` how prefixes begin.
     """
-    group = None if limits.share_prefixes else np.arange(job.num_rows)
-    trie = build_trie(arena, group)
-    ordered = _best_order(job, arena, errors, layout, limits, trie)
+    group = wave.group if limits.share_prefixes else np.arange(wave.num_requests)
+    trie = build_trie(wave.arena, group)
+    ordered = _best_order(wave, layout, limits, trie)
     if ordered is None:  # pages of sharers do not fit into a budget that has room for each alone
-        trie = build_trie(arena, np.arange(job.num_rows))
-        ordered = _best_order(job, arena, errors, layout, limits, trie)
+        trie = build_trie(wave.arena, np.arange(wave.num_requests))
+        ordered = _best_order(wave, layout, limits, trie)
         if ordered is None:
             raise RuntimeError("a row passed check_kv_budget and does not fit the budget")
         ordered = replace(ordered, name=f"{ordered.name}, nothing shared: the KV budget has no room for it")
@@ -131,9 +121,8 @@ def make_plan(
         costs=ordered.costs,
         memory=ordered.memory,
         order=ordered.name,
-        errors=len(errors),
-        prompt_tokens=int(arena.lengths.sum()),
-        shared=_top_prefixes(ordered.trie, arena, detokenize),
+        prompt_tokens=int(wave.arena.lengths.sum()),
+        shared=_top_prefixes(ordered.trie, wave.arena, detokenize),
     )
 
 
@@ -153,22 +142,15 @@ class _Ordered:
         return int(pages @ np.array(layout.group_bytes_per_token)) * self.costs.page_size
 
 
-def _best_order(
-    job: Job,
-    arena: TokenArena,
-    errors: Mapping[int, RowError],
-    layout: KVLayout,
-    limits: Limits,
-    trie: PrefixTrie,
-) -> _Ordered | None:
+def _best_order(wave: Wave, layout: KVLayout, limits: Limits, trie: PrefixTrie) -> _Ordered | None:
     """The order that lets most sequences be in flight and then has the lowest peak; None if nothing fits.
 
     Rows take longest first, so that no long one is left running alone at the end, unless mixing long and short
     children takes less KV. Large pages are preferred to any order.
     """
-    new_tokens = new_token_limits(job, arena, limits)
-    orders = {name: trie.reordered(key) for name, key in child_orders(trie, job, new_tokens).items()}
-    sequences_of = {name: list_sequences(job, in_order, errors, new_tokens) for name, in_order in orders.items()}
+    new_tokens = new_token_limits(wave, limits)
+    orders = {name: trie.reordered(key) for name, key in child_orders(trie, wave, new_tokens).items()}
+    sequences_of = {name: list_sequences(wave, in_order, new_tokens) for name, in_order in orders.items()}
     page_size = limits.page_size
     while page_size:
         candidates = []
@@ -190,15 +172,14 @@ def _best_order(
     return None
 
 
-def child_orders(trie: PrefixTrie, job: Job, new_tokens: npt.NDArray[np.int64]) -> dict[str, npt.NDArray[np.float64]]:
+def child_orders(trie: PrefixTrie, wave: Wave, new_tokens: npt.NDArray[np.int64]) -> dict[str, npt.NDArray[np.float64]]:
     """Orders to choose from: a sort key for each node among its siblings, by name.
 
     A node's weight is the KV of its subtree per prompt, its output included.
     """
-    has_prompt = trie.row_prompt >= 0
     own = trie.lengths.astype(np.int64)
-    samples = job.params.column(_num_sequences, np.int64)
-    output = np.bincount(trie.row_prompt[has_prompt], (new_tokens * samples)[has_prompt], minlength=trie.num_prompts)
+    samples = wave.params.column(_num_sequences, np.int64)
+    output = np.bincount(trie.row_prompt, new_tokens * samples, minlength=trie.num_prompts)
     np.add.at(own, trie.prompt_node, output.astype(np.int64))
     before = np.concatenate([[0], np.cumsum(own)])
     weight = (before[subtree_ends(trie.prompt_lo, trie.prompt_hi)] - before[:-1]) / (
@@ -219,50 +200,39 @@ def _alternate(trie: PrefixTrie, key: npt.NDArray[np.float64]) -> npt.NDArray[np
     return alternating
 
 
-def list_sequences(
-    job: Job, trie: PrefixTrie, errors: Mapping[int, RowError], new_tokens: npt.NDArray[np.int64]
-) -> SequenceTable:
-    """Every sample of every row, in the order of `trie`; greedy twins only once."""
-    offsets = output_offsets(job, errors)
-    rows = np.flatnonzero(trie.row_prompt >= 0)
-    rows = rows[np.argsort(trie.row_prompt[rows], kind="stable")]
-    first_twin = _first_twins(job, rows, trie.row_prompt)
-    counts = np.where(first_twin == np.arange(len(rows)), job.params.column(_num_sequences, np.int64)[rows], 0)
-    first_sequence = (np.cumsum(counts) - counts)[first_twin]
-    row = np.repeat(rows, counts)
-    num_outputs = np.diff(offsets)[rows]
-    sample = _count_up(num_outputs)
-    is_greedy = np.repeat(job.params.column(lambda params: params.greedy, np.bool_)[rows], num_outputs)
-    output_sequence = np.full(int(offsets[-1]), -1, np.int32)
-    output_sequence[np.repeat(offsets[rows], num_outputs) + sample] = np.repeat(first_sequence, num_outputs) + np.where(
-        is_greedy, 0, sample
-    )
+def list_sequences(wave: Wave, trie: PrefixTrie, new_tokens: npt.NDArray[np.int64]) -> SequenceTable:
+    """Every output of the wave, in the order of `trie`; greedy samples and greedy twins only once."""
+    requests = np.argsort(trie.row_prompt, kind="stable")
+    first_twin = _first_twins(wave, requests, trie.row_prompt)
+    outputs = np.bincount(wave.output_request, minlength=wave.num_requests)
+    is_greedy = wave.params.column(lambda params: params.greedy, np.bool_)
+    counts = np.where(is_greedy, np.minimum(outputs, 1), outputs)[requests]
+    counts[first_twin != np.arange(len(requests))] = 0
+    first_sequence = np.empty(wave.num_requests, np.int64)
+    first_sequence[requests] = (np.cumsum(counts) - counts)[first_twin]
+    number = count_up(outputs)  # of each output among those of its request
+    sequence_of_output = first_sequence[wave.output_request] + np.where(is_greedy[wave.output_request], 0, number)
+    first_output = np.cumsum(outputs) - outputs
+    request = np.repeat(requests, counts)
     return SequenceTable(
-        prompt=trie.row_prompt[row],
-        row=row.astype(np.int32),
-        sample=_count_up(counts).astype(np.int32),
-        max_new_tokens=new_tokens[row].astype(np.int32),
-        output_sequence=output_sequence,
-        output_row=np.repeat(np.arange(job.num_rows, dtype=np.int32), np.diff(offsets)),
+        prompt=trie.row_prompt[request],
+        row=request.astype(np.int32),
+        sample=wave.output_sample[first_output[request] + count_up(counts)].astype(np.int32),
+        max_new_tokens=new_tokens[request].astype(np.int32),
+        output_sequence=sequence_of_output.astype(np.int32),
     )
 
 
-def _first_twins(job: Job, rows: npt.NDArray[np.int64], row_prompt: npt.NDArray[np.int32]) -> npt.NDArray[np.int64]:
-    """int64 [rows]: where in `rows` the first row stands that must give the same tokens, perhaps the row itself."""
+def _first_twins(wave: Wave, rows: npt.NDArray[np.int64], row_prompt: npt.NDArray[np.int32]) -> npt.NDArray[np.int64]:
+    """int64 [requests]: where in `rows` the first one stands that must give the same tokens, perhaps itself."""
     number: dict[SamplingParams | None, int] = {None: 0}
-    what_decides = job.params.column(lambda params: number.setdefault(_what_decides(params), len(number)), np.int64)[
+    what_decides = wave.params.column(lambda params: number.setdefault(_what_decides(params), len(number)), np.int64)[
         rows
     ]
     same_tokens = row_prompt[rows] * np.int64(len(number)) + what_decides
     _, first, twins = np.unique(same_tokens, return_index=True, return_inverse=True)
     first_twin: npt.NDArray[np.int64] = np.where(what_decides > 0, first[twins], np.arange(len(rows)))
     return first_twin
-
-
-def _count_up(counts: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
-    """0, 1, ... up to each of `counts` in turn."""
-    counted: npt.NDArray[np.int64] = np.arange(int(counts.sum())) - np.repeat(np.cumsum(counts) - counts, counts)
-    return counted
 
 
 def _num_sequences(params: SamplingParams) -> int:
@@ -280,7 +250,7 @@ def _what_decides(params: SamplingParams) -> SamplingParams | None:
 def _top_prefixes(trie: PrefixTrie, arena: TokenArena, detokenize: Detokenize | None) -> tuple[SharedPrefix, ...]:
     rows = rows_below(trie)
     saved = trie.lengths * (rows - 1)
-    best = np.argsort(-saved, kind="stable")[:_TOP_PREFIXES]
+    best = np.argsort(-saved, kind="stable")[:TOP_PREFIXES]
     return tuple(
         SharedPrefix(
             tokens=int(trie.end[node]),

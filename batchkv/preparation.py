@@ -1,24 +1,20 @@
-"""From a job to a plan: tokenize, check against the model, plan. Needs a tokenizer and a config, no weights."""
+"""From a wave to its plan. Needs a config of the model, no weights."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
-import numpy.typing as npt
 
 from batchkv.config import EngineConfig
 from batchkv.errors import RowError
-from batchkv.job import Job
 from batchkv.job_plan import Plan
 from batchkv.kv_layout import KVLayout, layer_specs
-from batchkv.metrics import RunMetrics
 from batchkv.planner import Detokenize, Limits, check_kv_budget, make_plan
-from batchkv.progress import OnProgress, no_progress
-from batchkv.token_arena import TokenArena
-from batchkv.tokenization import check_prompts, tokenize
+from batchkv.rows import PromptLimits
+from batchkv.wave import Int64Array, Wave
+from batchkv.waves import output_keys, without_outputs
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedTokenizerBase
@@ -47,78 +43,71 @@ class ModelFacts:
             context_length=getattr(config, "max_position_embeddings", None),
         )
 
+    @property
+    def prompt_limits(self) -> PromptLimits:
+        return PromptLimits(self.vocab_size, self.context_length)
 
-@dataclass(frozen=True, slots=True)
-class PreparedJob:
-    """A job that is ready to run.
+    def plan_limits(self, config: EngineConfig, *, kv_bytes: int, device_type: str) -> Limits:
+        """What plans on a device with room for `kv_bytes` of KV have to keep to."""
+        return Limits(
+            kv_bytes=kv_bytes,
+            max_batch_rows=config.max_batch_rows,
+            max_batch_tokens=config.batch_tokens(device_type),
+            page_size=config.page_size,
+            context_length=self.context_length,
+            share_prefixes=not config.no_prefix_sharing,
+        )
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PreparedWave:
+    """A wave that is ready to run.
 
     Attributes:
-        job: its rows.
-        arena: their prompts; rows with errors have no tokens.
-        errors: all rows that cannot run, by row number.
-        plan: how the others do.
+        wave: what is to be computed.
+        plan: how.
+        cached: int64 [outputs], prompt tokens not computed for each output where nothing of the job was done before: a
+            job that was interrupted gives the same result as one that was not.
+        errors: rows left out, by their number in the job.
     """
 
-    job: Job
-    arena: TokenArena
-    errors: dict[int, RowError]
+    wave: Wave
     plan: Plan
+    cached: Int64Array
+    errors: dict[int, RowError]
 
 
-def prepare(
-    job: Job,
-    tokenizer: PreTrainedTokenizerBase | None,
-    facts: ModelFacts,
-    config: EngineConfig,
-    *,
-    kv_bytes: int,
-    device_type: str,
-    metrics: RunMetrics,
-    on_progress: OnProgress = no_progress,
-) -> PreparedJob:
-    """Tokenizes and plans a job.
+def prepare_wave(
+    whole: Wave, done: Int64Array, layout: KVLayout, limits: Limits, detokenize: Detokenize | None = None
+) -> PreparedWave:
+    """Plans a wave.
 
-    Raises:
-        UserError: rows hold text and there is no tokenizer.
+    Args:
+        whole: all outputs of its rows.
+        done: int64, ascending, `waves.output_keys` of those that are there already.
+        layout: KV of the model.
+        limits: memory and batch limits.
+        detokenize: shows how shared prefixes begin.
     """
-    limits = Limits(
-        kv_bytes=kv_bytes,
-        max_batch_rows=config.max_batch_rows,
-        max_batch_tokens=config.batch_tokens(device_type),
-        page_size=config.page_size,
-        context_length=facts.context_length,
-        share_prefixes=not config.no_prefix_sharing,
-    )
-    with metrics.timed("tokenize"):
-        arena, errors = tokenize(job, tokenizer, on_progress)
-        errors = {**errors, **job.errors}
-        if tokenizer is None:
-            errors |= _without_text(job, errors)
-        errors |= check_prompts(
-            arena, job, vocab_size=facts.vocab_size, context_length=facts.context_length, errors=errors
-        )
-        arena = arena.with_rows_dropped(errors)
-    on_progress("plan", 0, 0)
-    with metrics.timed("plan"):
-        errors |= check_kv_budget(job, arena, facts.layout, limits)
-        arena = arena.with_rows_dropped(errors)
-        plan = make_plan(job, arena, errors, facts.layout, limits, _preview(tokenizer))
-    return PreparedJob(job, arena, errors, plan)
+    too_long = check_kv_budget(whole, layout, limits)
+    errors = {int(whole.row[request]): error for request, error in too_long.items()}
+    if too_long:
+        whole = whole.take(np.setdiff1d(np.arange(whole.num_requests), list(too_long)))
+    wave = without_outputs(whole, done)
+    plan = make_plan(wave, layout, limits, detokenize)
+    if wave.num_outputs == whole.num_outputs:
+        return PreparedWave(wave, plan, plan.cached_tokens(), errors)
+    cached = make_plan(whole, layout, limits).cached_tokens()
+    left = np.isin(_keys(whole), _keys(wave))
+    return PreparedWave(wave, plan, cached[left], errors)
 
 
-def _without_text(job: Job, errors: Mapping[int, RowError]) -> dict[int, RowError]:
-    """Rows with stop strings, which are found in text: without a tokenizer there is none."""
-    error = RowError("bad_parameter", "stop is set, but there is no tokenizer to find it: name one, or stop_token_ids")
-    has_stop = job.params.column(lambda params: bool(params.stop), np.bool_)
-    return {row: error for row in np.flatnonzero(has_stop).tolist() if row not in errors}
-
-
-def _preview(tokenizer: PreTrainedTokenizerBase | None) -> Detokenize | None:
+def preview(tokenizer: PreTrainedTokenizerBase | None) -> Detokenize | None:
     """Shows how a prefix begins."""
     if tokenizer is None:
         return None
+    return lambda token_ids: str(tokenizer.decode(token_ids.tolist()))
 
-    def decode(token_ids: npt.NDArray[np.int32]) -> str:
-        return str(tokenizer.decode(token_ids.tolist()))
 
-    return decode
+def _keys(wave: Wave) -> Int64Array:
+    return output_keys(wave.row[wave.output_request], wave.output_sample)

@@ -42,7 +42,7 @@ class SamplingBatch:
         top_k: int32 [B], 0 keeps all.
         top_p: float64 [B], 1 keeps all. In double precision, or a cut at exactly 0.3 would be at 0.30000001.
         min_p: float32 [B], 0 keeps all.
-        key: uint64 [B], from `random_numbers.stream_key`.
+        key: uint64 [B], from `random_numbers.stream_keys`.
     """
 
     temperature: npt.NDArray[np.float32]

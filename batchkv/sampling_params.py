@@ -100,6 +100,10 @@ class RowParams:
     def __iter__(self) -> Iterator[SamplingParams]:
         return (self.distinct[i] for i in self.index.tolist())
 
+    def take(self, rows: npt.NDArray[np.int64]) -> RowParams:
+        """Those of `rows`, in that order."""
+        return RowParams(self.distinct, self.index[rows])
+
     def column(self, value: Callable[[SamplingParams], Any], dtype: type[_Scalar]) -> npt.NDArray[_Scalar]:
         """`value` of each row's parameters, [rows]; computed once for rows that have the same."""
         values: npt.NDArray[_Scalar] = np.array([value(params) for params in self.distinct], dtype)

@@ -12,18 +12,17 @@ Int32Array = npt.NDArray[np.int32]
 
 @dataclass(frozen=True, slots=True)
 class SequenceTable:
-    """All sequences of a job, numbered in execution order (depth-first over the trie).
+    """All sequences of a wave, numbered in execution order (depth-first over the trie).
 
-    Rows that must give the same tokens (greedy, same prompt, same parameters) are one sequence, fanned out to their
-    places in the output.
+    Requests that must give the same tokens (greedy, same prompt, same parameters) are one sequence, fanned out to their
+    outputs.
 
     Attributes:
         prompt: int32 [sequences], the prompt in the trie; never decreases.
-        row: int32 [sequences], the (first) row it is generated for.
-        sample: int32 [sequences], which of the row's samples.
+        row: int32 [sequences], the (first) request it is generated for.
+        sample: int32 [sequences], which of the request's samples.
         max_new_tokens: int32 [sequences], generated tokens at most: `max_tokens`, or what the context leaves.
-        output_sequence: int32 [outputs], the sequence of each result row in job order; -1 for an error row.
-        output_row: int32 [outputs], the job row of each result row.
+        output_sequence: int32 [outputs], the sequence of each output of the wave.
     """
 
     prompt: Int32Array
@@ -31,7 +30,6 @@ class SequenceTable:
     sample: Int32Array
     max_new_tokens: Int32Array
     output_sequence: Int32Array
-    output_row: Int32Array
 
     def __len__(self) -> int:
         return len(self.prompt)

@@ -142,7 +142,7 @@ def build_trie(arena: TokenArena, group: Int64Array | None = None) -> PrefixTrie
     rows = np.flatnonzero(arena.lengths > 0)
     group_of = np.zeros(len(rows), np.int64) if group is None else group[rows]
     keys = _sort_keys(arena)
-    order = _lexicographic_order(arena, keys, rows, group_of)
+    order = _sorted(arena, keys, rows, group_of)
     rows, group_of = rows[order], group_of[order]
     lengths = arena.lengths[rows]
     common = _common_with_previous(arena, keys, rows, group_of)
@@ -169,6 +169,11 @@ def build_trie(arena: TokenArena, group: Int64Array | None = None) -> PrefixTrie
     )
 
 
+def lexicographic_order(arena: TokenArena, group: Int64Array) -> Int64Array:
+    """int64 [rows]: the order that sorts all rows, none of them empty, by (group, tokens, row)."""
+    return _sorted(arena, _sort_keys(arena), np.arange(arena.num_rows), group)
+
+
 def _sort_keys(arena: TokenArena) -> _Keys:
     """The arena's tokens as big-endian numbers, whose bytes sort as the tokens do; zeros for a last block behind them.
 
@@ -180,7 +185,7 @@ def _sort_keys(arena: TokenArena) -> _Keys:
     return keys
 
 
-def _lexicographic_order(arena: TokenArena, keys: _Keys, rows: Int64Array, group_of: Int64Array) -> Int64Array:
+def _sorted(arena: TokenArena, keys: _Keys, rows: Int64Array, group_of: Int64Array) -> Int64Array:
     """Positions that sort `rows` by (group, tokens, row)."""
     # Rows that were dropped are sorted too, by the tokens that they had, and left out then.
     offsets = pa.py_buffer(arena.offsets * keys.itemsize)

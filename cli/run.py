@@ -15,12 +15,11 @@ from batchkv.cli.output import ProgressBar, say
 from batchkv.config import DEFAULT_KV_MEMORY, DEFAULT_MODEL
 from batchkv.errors import UserError
 from batchkv.heap import return_large_blocks
-from batchkv.io.write import check_writable, write_table
+from batchkv.io.write import checked_target
+from batchkv.run_folder import open_run_folder
 
 if TYPE_CHECKING:
     from batchkv.engine import Engine
-    from batchkv.executor import Progress
-    from batchkv.preparation import PreparedJob
 
 _ROW_ERRORS = 3
 _TIMES = ("load", "read", "tokenize", "plan", "prefill", "decode", "sampling", "write")
@@ -61,7 +60,7 @@ def run(
 
     Exit codes: 0 every row ok, 3 some rows have errors, 2 the command, the job or the model is unusable.
     """
-    check_writable(out, overwrite=overwrite)
+    checked_target(out)
     _check_apart(out, summary, jobs)
     sampling = options.sampling_params(
         n=n,
@@ -74,28 +73,26 @@ def run(
         stop=tuple(stop or ()),
         logprobs=logprobs,
     )
-    engine, import_s = _load_engine(
-        model,
-        tokenizer,
-        dtype=dtype,
-        kv_dtype=kv_dtype,
-        device=device,
-        attention=attention,
-        kv_memory=kv_memory,
-        max_batch_tokens=max_batch_tokens,
-        max_batch_rows=max_batch_rows,
-        no_prefix_sharing=no_prefix_sharing,
-        deterministic=deterministic,
-    )
-    bar = ProgressBar(quiet=quiet)
-
-    def start(prepared: PreparedJob) -> Progress:
-        check_writable(out, overwrite=overwrite, schema=prepared.job.carried.schema)  # before hours of work
-        return bar.start(len(prepared.plan.sequences))
-
-    with bar:
-        table = engine.run(options.job_paths(jobs), sampling, limit=limit, on_prepared=start, on_progress=bar.prepare)
-    totals = finish(table, out, import_s)
+    with open_run_folder(out, overwrite=overwrite) as folder:
+        engine, import_s = _load_engine(
+            model,
+            tokenizer,
+            dtype=dtype,
+            kv_dtype=kv_dtype,
+            device=device,
+            attention=attention,
+            kv_memory=kv_memory,
+            max_batch_tokens=max_batch_tokens,
+            max_batch_rows=max_batch_rows,
+            no_prefix_sharing=no_prefix_sharing,
+            deterministic=deterministic,
+        )
+        with ProgressBar(quiet=quiet) as bar:
+            totals = engine.run_into(
+                folder, options.job_paths(jobs), sampling, limit=limit, on_start=bar.start, on_progress=bar.prepare
+            )
+    for name in ("load_s", "elapsed_s"):
+        totals[name] = round(totals[name] + import_s, 3)
     if summary:
         write_summary(totals, summary)
     if not quiet:
@@ -135,19 +132,6 @@ def _check_apart(out: Path, summary: Path | None, jobs: list[str]) -> None:
             raise UserError(f"{name} {path} is the job file itself: name another file")
     if summary is not None and (summary.is_dir() or not summary.parent.is_dir()):
         raise UserError(f"--summary {summary}: name a file in a folder that is there")
-
-
-def finish(table: Any, out: Path, import_s: float) -> dict[str, Any]:
-    """Writes the results; the summary of the run, with the time that this and importing took."""
-    from batchkv.writer import summary_of
-
-    started = perf_counter()
-    write_table(table, out)
-    totals = summary_of(table)
-    write_s = perf_counter() - started
-    for name, seconds in (("load_s", import_s), ("write_s", write_s), ("elapsed_s", import_s + write_s)):
-        totals[name] = round(totals[name] + seconds, 3)
-    return totals
 
 
 def write_summary(totals: dict[str, Any], path: Path) -> None:

@@ -27,8 +27,11 @@ PARAMETER_COLUMNS = (
 )
 PARAMETER_STRUCT = "sampling_params"
 # Columns of the job format that this version does not execute.
-UNSUPPORTED_COLUMNS = ("parent", "parent_sample", "depends_on", "choices", "regex", "json_schema", "tenant")
-JOB_COLUMNS = frozenset((ID_COLUMN, *PROMPT_COLUMNS, *PARAMETER_COLUMNS, PARAMETER_STRUCT, *UNSUPPORTED_COLUMNS))
+UNSUPPORTED_COLUMNS = ("parent", "parent_sample", "depends_on", "choices", "regex", "json_schema")
+TENANT_COLUMN = "tenant"
+JOB_COLUMNS = frozenset(
+    (ID_COLUMN, *PROMPT_COLUMNS, *PARAMETER_COLUMNS, PARAMETER_STRUCT, TENANT_COLUMN, *UNSUPPORTED_COLUMNS)
+)
 CONSUMED_COLUMNS = JOB_COLUMNS - frozenset(UNSUPPORTED_COLUMNS)
 RESULT_COLUMNS = (
     "id",

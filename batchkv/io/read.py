@@ -1,22 +1,22 @@
-"""Job files, Arrow tables and polars frames as one table of columns."""
+"""Job files, Arrow tables and polars frames as blocks of rows: read one after the other, never held together."""
 
 from __future__ import annotations
 
 import glob
+import hashlib
 import json
 import os
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any, BinaryIO, TypeAlias
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 
 from batchkv.errors import RowError, UserError
-from batchkv.io.columns import JOB_COLUMNS, TOKEN_IDS_COLUMN, Column, kind_of, to_cells
-from batchkv.io.token_lists import holds_integers, joined
+from batchkv.io.columns import JOB_COLUMNS, Column, kind_of
 
 if TYPE_CHECKING:
     import polars as pl
@@ -24,50 +24,114 @@ if TYPE_CHECKING:
 StrPath: TypeAlias = "str | os.PathLike[str]"
 Jobs: TypeAlias = "StrPath | Sequence[StrPath] | pa.Table | pl.DataFrame"
 
+BLOCK_ROWS = 1 << 13
+BLOCK_BYTES = 64 << 20  # of a block, where rows are so large that a block has fewer
+MAX_LINE_BYTES = 64 << 20
 # Arrow writes Parquet columns of any depth, but reads back no more than about 45 levels.
 MAX_JSON_DEPTH = 32
-_LISTS_READ = 2048  # rows of a Parquet file with token ids that are read at once
 _ESCAPED_SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
 
 
 @dataclass(frozen=True, slots=True)
 class JobTable:
-    """The rows of a job as they were found, nothing checked but that each line is a JSON object.
+    """A block of rows of a job as they were found, nothing checked but that each line is a JSON object.
 
     Attributes:
         columns: by name, in order, all `num_rows` long.
         num_rows: rows, those with an error included.
-        errors: by row number; such a row is null in every column.
+        errors: by row number in the block; such a row is null in every column.
+        where: of the first row, for messages.
     """
 
     columns: Mapping[str, Column]
     num_rows: int
     errors: Mapping[int, RowError]
+    where: str = "the job"
 
     def head(self, limit: int) -> JobTable:
         """The first `limit` rows."""
         num_rows = min(limit, self.num_rows)
         columns = {name: column[:num_rows] for name, column in self.columns.items()}
-        return JobTable(columns, num_rows, {row: e for row, e in self.errors.items() if row < num_rows})
+        return JobTable(columns, num_rows, {row: e for row, e in self.errors.items() if row < num_rows}, self.where)
 
 
-def read_jobs(jobs: Jobs) -> JobTable:
-    """Reads a path, a glob, several paths, a pyarrow table or a polars frame.
+@dataclass(frozen=True, slots=True)
+class JobSource:
+    """Where the rows of a job are: files one after the other, or a table. Can be read any number of times.
 
-    Files of a glob follow each other in sorted order, those of a list in the order given. Columns that a
-    file lacks are null in its rows.
+    Attributes:
+        inputs: files whose endings are known, or one table.
+        name: for messages.
+    """
+
+    inputs: tuple[Path | pa.Table, ...]
+    name: str
+
+    def blocks(self, limit: int | None = None) -> Iterator[JobTable]:
+        """All rows in order, some thousands at a time; at least one block. Columns that a file lacks are not in its
+        blocks.
+
+        Args:
+            limit: only the first rows.
+
+        Raises:
+            UserError: names the file or the column, what is wrong with it and how to mend it.
+        """
+        left = limit
+        num_blocks = 0
+        for block in self._all_blocks():
+            part = block if left is None else block.head(left)
+            num_blocks += 1
+            yield part
+            if left is not None:
+                left -= part.num_rows
+                if left <= 0:
+                    return
+        if not num_blocks:
+            yield JobTable({}, 0, {})
+
+    def _all_blocks(self) -> Iterator[JobTable]:
+        for source in self.inputs:
+            if isinstance(source, Path):
+                yield from _blocks_of_file(source)
+            else:
+                yield from _blocks_of_table(source, self.name)
+
+    def fingerprint(self) -> list[dict[str, Any]]:
+        """Of each file its name, size and a hash of its content.
+
+        Raises:
+            UserError: a file cannot be read.
+        """
+        found = []
+        for path in self.inputs:
+            if not isinstance(path, Path):
+                raise UserError("a job that is not in a file cannot be resumed: write it to one")
+            try:
+                with path.open("rb") as file:
+                    digest = hashlib.file_digest(file, lambda: hashlib.blake2b(digest_size=16)).hexdigest()
+                found.append({"file": path.name, "bytes": path.stat().st_size, "blake2b": digest})
+            except OSError as error:
+                raise UserError(f"{path} cannot be read: {error.strerror or error}") from error
+        return found
+
+
+def open_jobs(jobs: Jobs) -> JobSource:
+    """A path, a glob, several paths, a pyarrow table or a polars frame.
+
+    Files of a glob follow each other in sorted order, those of a list in the order given.
 
     Raises:
-        UserError: names the file or the column, what is wrong with it and how to mend it.
+        UserError: there is no such file, or none that a job can be read from.
     """
     if isinstance(jobs, (str, os.PathLike)):
-        return _read_files(_expand(jobs))
+        return _of_files(_expand(jobs))
     if isinstance(jobs, pa.Table):
-        return _from_arrow(jobs, "the table")
+        return JobSource((_with_distinct_names(jobs, "the table"),), "the table")
     if hasattr(jobs, "to_arrow"):
-        return _from_arrow(jobs.to_arrow(), "the data frame")
+        return JobSource((_with_distinct_names(jobs.to_arrow(), "the data frame"),), "the data frame")
     if isinstance(jobs, Sequence) and jobs and all(isinstance(path, (str, os.PathLike)) for path in jobs):
-        return _read_files([file for path in jobs for file in _expand(path)])
+        return _of_files([file for path in jobs for file in _expand(path)])
     raise UserError(
         f"jobs is a {type(jobs).__name__}, must be a path, a list of paths, a pyarrow.Table or a polars.DataFrame"
     )
@@ -84,67 +148,80 @@ def _expand(path: StrPath) -> list[Path]:
     return [Path(name) for name in found]
 
 
-def _read_files(paths: Sequence[Path]) -> JobTable:
-    tables = [_read_file(path) for path in paths]
-    return tables[0] if len(tables) == 1 else _concatenate(tables, paths)
+def _of_files(paths: Sequence[Path]) -> JobSource:
+    for path in paths:
+        if os.path.isdir(path):
+            raise UserError(f"{path} is a directory: name its files, for example '{path}/*.parquet'")
+        if not os.path.exists(path):
+            raise UserError(f"{path} does not exist: check the path of the job file")
+        if path.suffix.lower() not in _READERS:
+            endings = " ".join(_READERS)
+            raise UserError(f"{path} has the unknown ending {path.suffix!r}: a job file ends in one of {endings}")
+    return JobSource(tuple(paths), ", ".join(map(str, paths)))
 
 
-def _read_file(path: Path) -> JobTable:
-    reader = _READERS.get(path.suffix.lower())
-    if os.path.isdir(path):
-        raise UserError(f"{path} is a directory: name its files, for example '{path}/*.parquet'")
-    if not os.path.exists(path):
-        raise UserError(f"{path} does not exist: check the path of the job file")
-    if reader is None:
-        endings = " ".join(_READERS)
-        raise UserError(f"{path} has the unknown ending {path.suffix!r}: a job file ends in one of {endings}")
+def _blocks_of_file(path: Path) -> Iterator[JobTable]:
     try:
-        return reader(path)
+        yield from _READERS[path.suffix.lower()](path)
     except (OSError, pa.ArrowException) as error:
         reason = (getattr(error, "strerror", None) or str(error) or "unknown reason").splitlines()[0]
         raise UserError(f"{path} cannot be read as a {path.suffix} file: {reason}") from error
 
 
-def _read_parquet(path: Path) -> JobTable:
+def _blocks_of_parquet(path: Path) -> Iterator[JobTable]:
     # Not `pq.read_table`: that adds columns for folders named `key=value`.
     with pq.ParquetFile(path) as file:
         _check_names(file.schema_arrow.names, str(path))
-        index = file.schema_arrow.get_field_index(TOKEN_IDS_COLUMN)  # -1 if there are none
-        has_token_ids = index >= 0 and holds_integers(file.schema_arrow.field(index).type)
-        return _from_arrow(_read_token_ids(file) if has_token_ids else file.read(), str(path))
+        groups = [file.metadata.row_group(i) for i in range(file.metadata.num_row_groups)]
+        # of rows in memory; what a file says of itself can be wrong, but no worse than too few rows at a time
+        row_bytes = max((group.total_byte_size // max(group.num_rows, 1) for group in groups), default=0)
+        rows = min(max(BLOCK_BYTES // max(row_bytes, 1), 1), BLOCK_ROWS)
+        first = 0
+        for batch in file.iter_batches(rows):
+            yield _block_of(pa.Table.from_batches([batch]), f"{path} row {first}")
+            first += batch.num_rows
+        if not first:
+            yield _block_of(file.schema_arrow.empty_table(), str(path))
 
 
-def _read_token_ids(file: pq.ParquetFile) -> pa.Table:
-    """A file with token ids, some rows at a time: all lists at once take five times the memory of their values."""
-    metadata = file.metadata
-    columns = [i for i, c in enumerate(metadata.schema) if c.path.split(".")[0] == TOKEN_IDS_COLUMN]
-    most = sum(metadata.row_group(g).column(i).num_values for g in range(metadata.num_row_groups) for i in columns)
-    others: list[pa.RecordBatch] = []
-
-    def lists() -> Iterator[pa.Array]:
-        for batch in file.iter_batches(_LISTS_READ):
-            others.append(batch.drop_columns([TOKEN_IDS_COLUMN]))
-            yield batch.column(TOKEN_IDS_COLUMN)
-
-    token_ids = joined(lists(), most)
-    names = [name for name in file.schema_arrow.names if name != TOKEN_IDS_COLUMN]
-    if not others:
-        return file.schema_arrow.empty_table()
-    table = pa.Table.from_batches(others)
-    return pa.table({**{name: table.column(name) for name in names}, TOKEN_IDS_COLUMN: token_ids})
-
-
-def _read_ipc(path: Path) -> JobTable:
+def _blocks_of_ipc(path: Path) -> Iterator[JobTable]:
     with pa.OSFile(str(path)) as source:
         magic = source.read(6)
         source.seek(0)
-        reader = pa.ipc.open_file(source) if magic == b"ARROW1" else pa.ipc.open_stream(source)
-        return _from_arrow(reader.read_all(), str(path))
+        if magic != b"ARROW1":
+            reader = pa.ipc.open_stream(source)
+            yield from _blocks_of_batches(reader, reader.schema, str(path))
+            return
+        file = pa.ipc.open_file(source)
+        batches = (file.get_batch(i) for i in range(file.num_record_batches))
+        yield from _blocks_of_batches(batches, file.schema, str(path))
 
 
-def _from_arrow(table: pa.Table, source: str) -> JobTable:
+def _blocks_of_batches(batches: Iterable[pa.RecordBatch], schema: pa.Schema, where: str) -> Iterator[JobTable]:
+    _check_names(schema.names, where)
+    first = 0
+    for batch in batches:
+        batch.validate()
+        for start in range(0, batch.num_rows, BLOCK_ROWS):
+            part = batch.slice(start, BLOCK_ROWS)
+            yield _block_of(pa.Table.from_batches([part]), f"{where} row {first}")
+            first += part.num_rows
+    if not first:
+        yield _block_of(schema.empty_table(), where)
+
+
+def _blocks_of_table(table: pa.Table, where: str) -> Iterator[JobTable]:
+    for start in range(0, max(table.num_rows, 1), BLOCK_ROWS):
+        yield _block_of(table.slice(start, BLOCK_ROWS), f"{where} row {start}")
+
+
+def _block_of(table: pa.Table, where: str) -> JobTable:
+    return JobTable(dict(zip(table.column_names, table.columns, strict=True)), table.num_rows, {}, where)
+
+
+def _with_distinct_names(table: pa.Table, source: str) -> pa.Table:
     _check_names(table.column_names, source)
-    return JobTable(dict(zip(table.column_names, table.columns, strict=True)), table.num_rows, {})
+    return table
 
 
 def _check_names(names: list[str], source: str) -> None:
@@ -153,34 +230,68 @@ def _check_names(names: list[str], source: str) -> None:
         raise UserError(f"{source} has two columns named {twice!r}: rename one of them")
 
 
-def _read_json_lines(path: Path) -> JobTable:
-    lines: list[int] = []
-    objects: list[dict[str, Any]] = []
-    errors: dict[int, RowError] = {}
+@dataclass(frozen=True, slots=True)
+class _Line:
+    """A line of a JSON lines file: the object on it, or what is wrong with it."""
+
+    number: int
+    object: dict[str, Any]
+    error: RowError | None
+
+
+def _blocks_of_json_lines(path: Path) -> Iterator[JobTable]:
+    lines: list[_Line] = []
+    held_bytes, num_good = 0, 0
+    first_error: RowError | None = None
     with path.open("rb") as file:
-        for number, raw in enumerate(file, start=1):
-            if not raw.strip():
-                continue
-            try:
-                parsed = _parse_line(raw)
-            except ValueError as error:
-                parsed = {}
-                message = f"{path} line {number} is no JSON object: {error}"
-                errors[len(objects)] = RowError("bad_json", message)
-            lines.append(number)
-            objects.append(parsed)
-    if objects and len(errors) == len(objects):
-        raise UserError(f"{errors[0].message}; and so are all others: write one JSON object on each line")
-    names = dict.fromkeys(name for parsed in objects for name in parsed)
+        for number, raw in _raw_lines(file):
+            line = _read_line(path, number, raw)
+            lines.append(line)
+            held_bytes += len(raw)
+            num_good += line.error is None
+            first_error = first_error or line.error
+            if len(lines) == BLOCK_ROWS or held_bytes > BLOCK_BYTES:
+                yield _block_of_lines(lines, path)
+                lines, held_bytes = [], 0
+    if first_error and not num_good:
+        raise UserError(f"{first_error.message}; and so are all others: write one JSON object on each line")
+    if lines:
+        yield _block_of_lines(lines, path)
+
+
+def _raw_lines(file: BinaryIO) -> Iterator[tuple[int, bytes]]:
+    """Lines that are not blank and their numbers; of one that is too long, so much that it can be seen."""
+    number = 0
+    while raw := file.readline(MAX_LINE_BYTES + 1):
+        number += 1
+        is_whole = raw.endswith(b"\n") or len(raw) <= MAX_LINE_BYTES
+        if raw.strip():
+            yield number, raw
+        while not is_whole and (rest := file.readline(MAX_LINE_BYTES)):
+            is_whole = rest.endswith(b"\n")
+
+
+def _read_line(path: Path, number: int, raw: bytes) -> _Line:
+    try:
+        return _Line(number, _parse_line(raw), None)
+    except ValueError as error:
+        return _Line(number, {}, RowError("bad_json", f"{path} line {number} is no JSON object: {error}"))
+
+
+def _block_of_lines(lines: Sequence[_Line], path: Path) -> JobTable:
+    names = dict.fromkeys(name for line in lines for name in line.object)
     columns: dict[str, Column] = {}
     for name in names:
-        cells = [parsed.get(name) for parsed in objects]
-        columns[name] = cells if name in JOB_COLUMNS else _infer(name, cells, path, lines)
-    return JobTable(columns, len(objects), errors)
+        cells = [line.object.get(name) for line in lines]
+        columns[name] = cells if name in JOB_COLUMNS else _infer(name, cells, path, [line.number for line in lines])
+    errors = {row: line.error for row, line in enumerate(lines) if line.error}
+    return JobTable(columns, len(lines), errors, f"{path} line {lines[0].number}")
 
 
 def _parse_line(raw: bytes) -> dict[str, Any]:
     """The JSON object on one line; a `ValueError` says why there is none, without quoting the line."""
+    if len(raw) > MAX_LINE_BYTES:
+        raise ValueError(f"longer than {MAX_LINE_BYTES >> 20} MiB")
     try:
         parsed = json.loads(raw.decode("utf-8-sig"))
         if _ESCAPED_SURROGATE.search(raw):
@@ -244,41 +355,11 @@ def _to_arrow(cells: list[Any]) -> pa.ChunkedArray:
     return array if isinstance(array, pa.ChunkedArray) else pa.chunked_array([array])
 
 
-def _concatenate(tables: Sequence[JobTable], paths: Sequence[Path]) -> JobTable:
-    names = dict.fromkeys(name for table in tables for name in table.columns)
-    columns = {name: _concatenate_column(name, tables, paths) for name in names}
-    errors: dict[int, RowError] = {}
-    start = 0
-    for table in tables:
-        errors.update((start + row, error) for row, error in table.errors.items())
-        start += table.num_rows
-    return JobTable(columns, start, errors)
-
-
-def _concatenate_column(name: str, tables: Sequence[JobTable], paths: Sequence[Path]) -> Column:
-    parts = [
-        table.columns[name] if name in table.columns else pa.chunked_array([pa.nulls(table.num_rows)])
-        for table in tables
-    ]
-    arrays = [part for part in parts if not isinstance(part, list)]
-    if len(arrays) < len(parts):
-        return [cell for part in parts for cell in to_cells(part)]
-    try:
-        tables_of_one = [pa.table({name: array}) for array in arrays]
-        return pa.concat_tables(tables_of_one, promote_options="permissive").column(0)
-    except pa.ArrowException:
-        first_with: dict[pa.DataType, Path] = {}
-        for array, path in zip(arrays, paths, strict=True):
-            first_with.setdefault(array.type, path)
-        found = " and ".join(f"{dtype} in {path}" for dtype, path in first_with.items() if dtype != pa.null())
-        raise UserError(f"column {name!r} has conflicting types, {found}: write it with one type") from None
-
-
-_READERS: dict[str, Callable[[Path], JobTable]] = {
-    ".parquet": _read_parquet,
-    ".arrow": _read_ipc,
-    ".feather": _read_ipc,
-    ".ipc": _read_ipc,
-    ".jsonl": _read_json_lines,
-    ".ndjson": _read_json_lines,
+_READERS: dict[str, Callable[[Path], Iterator[JobTable]]] = {
+    ".parquet": _blocks_of_parquet,
+    ".arrow": _blocks_of_ipc,
+    ".feather": _blocks_of_ipc,
+    ".ipc": _blocks_of_ipc,
+    ".jsonl": _blocks_of_json_lines,
+    ".ndjson": _blocks_of_json_lines,
 }

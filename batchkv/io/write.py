@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import IO
 
@@ -16,56 +16,90 @@ from batchkv.errors import UserError
 from batchkv.io.columns import is_list
 from batchkv.io.read import StrPath
 
+_GROUP_ROWS, _GROUP_BYTES = 1 << 16, 32 << 20  # of a row group in Parquet
 
-def check_writable(path: StrPath, *, overwrite: bool, schema: pa.Schema | None = None) -> None:
-    """Finds out before hours of work whether `write_table` will be able to write `path`.
 
-    Args:
-        path: of the result file.
-        overwrite: an existing file is in order.
-        schema: columns the file must be able to hold, if they are known already.
+def check_schema(path: StrPath, schema: pa.Schema) -> None:
+    """Finds out before hours of work whether the file can hold columns of these types.
 
     Raises:
-        UserError: says why not and how to mend it.
+        UserError: names the column and says how to mend it.
     """
-    target = _target(path)
-    if target.exists() and not overwrite:
-        raise UserError(f"{path} exists: choose another path, or replace it with --overwrite")
-    if not os.access(target.parent, os.W_OK | os.X_OK):
-        raise UserError(f"the folder {target.parent} is not writable: choose another, or change its permissions")
-    if schema is not None:
-        with open(os.devnull, "wb") as nowhere:
-            _write(schema.empty_table(), nowhere, target)
+    target = checked_target(path)
+    with open(os.devnull, "wb") as nowhere:
+        try:
+            _WRITERS[target.suffix.lower()]([schema.empty_table()], schema, nowhere)
+        except (pa.ArrowException, pl.exceptions.PolarsError) as error:
+            raise _cannot_be_stored(error, target) from error
 
 
 def write_table(table: pa.Table, path: StrPath) -> None:
+    """`write_tables` of one table."""
+    target = checked_target(path)
+    temporary = target.with_name(f".{target.name}.{os.getpid()}.tmp")
+    write_tables([table], table.schema, path, temporary)
+
+
+def write_tables(
+    tables: Iterable[pa.Table],
+    schema: pa.Schema,
+    path: StrPath,
+    temporary: Path,
+    *,
+    before_rename: Callable[[], None] = lambda: None,
+) -> None:
     """Writes Parquet, Arrow IPC or JSON lines, told by the ending of `path`, replacing what is there.
 
     The file appears at once when it is complete and on the disk; if that fails, what was there stays.
     JSON has no NaN and no infinity: in JSON lines they become null, as polars writes them. Parquet and
     Arrow IPC keep them, and keep the schema's metadata.
 
+    Args:
+        tables: one after the other, each with the columns of `schema`.
+        schema: of the file.
+        path: of the file.
+        temporary: where it is written until it is complete, on the same file system.
+        before_rename: called when the temporary file is complete and on the disk.
+
     Raises:
         UserError: unknown ending, no such folder, no permission, disk full, or a column that the format
             cannot hold.
     """
-    target = _target(path)
-    temporary = target.with_name(f".{target.name}.{os.getpid()}.tmp")
+    target = checked_target(path)
+
+    def write(file: IO[bytes]) -> None:
+        try:
+            _WRITERS[target.suffix.lower()](tables, schema, file)
+        except (pa.ArrowException, pl.exceptions.PolarsError) as error:
+            raise _cannot_be_stored(error, target) from error
+
+    replace_file(target, temporary, write, before_rename)
+
+
+def replace_file(
+    target: Path, temporary: Path, write: Callable[[IO[bytes]], None], before_rename: Callable[[], None]
+) -> None:
+    """Has `write` fill `temporary`, which becomes `target` when it is complete and on the disk.
+
+    Raises:
+        UserError: it cannot be written; `target` is as before then.
+    """
     try:
         with temporary.open("wb") as file:
-            _write(table, file, target)
+            write(file)
             file.flush()
             os.fsync(file.fileno())
+        before_rename()
         os.replace(temporary, target)
         _sync_folder(target.parent)
     except OSError as error:
-        raise UserError(f"{path} cannot be written: {error.strerror or error}") from error
+        raise UserError(f"{target} cannot be written: {error.strerror or error}") from error
     finally:
         with contextlib.suppress(OSError):
             temporary.unlink()
 
 
-def _target(path: StrPath) -> Path:
+def checked_target(path: StrPath) -> Path:
     """The file that `path` means, through links, once its ending and folder are checked."""
     target = Path(os.path.realpath(path))
     if target.suffix.lower() not in _WRITERS:
@@ -75,31 +109,45 @@ def _target(path: StrPath) -> Path:
         raise UserError(f"{path} is a directory: name a file in it")
     if not target.parent.is_dir():
         raise UserError(f"the folder {target.parent} does not exist: make it first")
+    if not os.access(target.parent, os.W_OK | os.X_OK):
+        raise UserError(f"the folder {target.parent} is not writable: choose another, or change its permissions")
     return target
 
 
-def _write(table: pa.Table, file: IO[bytes], target: Path) -> None:
-    try:
-        _WRITERS[target.suffix.lower()](table, file)
-    except (pa.ArrowException, pl.exceptions.PolarsError) as error:
-        reason = str(error).splitlines()[0]
-        raise UserError(f"a column cannot be stored in a {target.suffix} file: {reason}") from error
+def _cannot_be_stored(error: Exception, target: Path) -> UserError:
+    return UserError(f"a column cannot be stored in a {target.suffix} file: {str(error).splitlines()[0]}")
 
 
-def _write_parquet(table: pa.Table, file: IO[bytes]) -> None:
-    pq.write_table(table, file, compression="zstd")
+def _write_parquet(tables: Iterable[pa.Table], schema: pa.Schema, file: IO[bytes]) -> None:
+    with pq.ParquetWriter(file, schema, compression="zstd") as writer:
+        for table in _joined(tables, _GROUP_ROWS):
+            writer.write_table(table)
 
 
-def _write_ipc(table: pa.Table, file: IO[bytes]) -> None:
-    with pa.ipc.new_file(file, table.schema) as writer:
-        writer.write_table(table)
+def _write_ipc(tables: Iterable[pa.Table], schema: pa.Schema, file: IO[bytes]) -> None:
+    with pa.ipc.new_file(file, schema) as writer:
+        for table in tables:
+            writer.write_table(table)
 
 
-def _write_json_lines(table: pa.Table, file: IO[bytes]) -> None:
-    binary = next((field.name for field in table.schema if _holds_binary(field.type)), None)
+def _write_json_lines(tables: Iterable[pa.Table], schema: pa.Schema, file: IO[bytes]) -> None:
+    binary = next((field.name for field in schema if _holds_binary(field.type)), None)
     if binary is not None:
         raise UserError(f"column {binary!r} is binary, which JSON cannot hold: write .parquet, or drop it")
-    pl.DataFrame(table).write_ndjson(file)
+    for table in tables:
+        pl.DataFrame(table).write_ndjson(file)
+
+
+def _joined(tables: Iterable[pa.Table], most_rows: int) -> Iterator[pa.Table]:
+    """Tables joined as long as they have no more rows and bytes together than a row group should."""
+    held: list[pa.Table] = []
+    for table in tables:
+        if held and (sum(map(len, held)) + len(table) > most_rows or sum(one.nbytes for one in held) > _GROUP_BYTES):
+            yield pa.concat_tables(held)
+            held = []
+        held.append(table)
+    if held:
+        yield pa.concat_tables(held)
 
 
 def _holds_binary(dtype: pa.DataType) -> bool:
@@ -123,7 +171,7 @@ def _sync_folder(folder: Path) -> None:
         os.close(descriptor)
 
 
-_WRITERS: dict[str, Callable[[pa.Table, IO[bytes]], None]] = {
+_WRITERS: dict[str, Callable[[Iterable[pa.Table], pa.Schema, IO[bytes]], None]] = {
     ".parquet": _write_parquet,
     ".arrow": _write_ipc,
     ".feather": _write_ipc,

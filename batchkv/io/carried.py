@@ -1,0 +1,53 @@
+"""The columns that are copied from a job to its result: one schema over all blocks and files."""
+
+from __future__ import annotations
+
+import pyarrow as pa
+
+from batchkv.errors import UserError
+
+
+class CarriedSchema:
+    """Grows with the blocks: a column that a block lacks is null there, and integers and floats are floats."""
+
+    def __init__(self) -> None:
+        self.schema = pa.schema([])
+        self._where: dict[str, tuple[pa.DataType, str]] = {}  # where each column was first seen with values
+
+    def add(self, schema: pa.Schema, where: str) -> None:
+        """One more block, that begins at `where`.
+
+        Raises:
+            UserError: a column of it has a type that goes together with no type of those before.
+        """
+        if schema.equals(self.schema):
+            return
+        for field in schema:
+            self._add_field(field, where)
+
+    def _add_field(self, field: pa.Field, where: str) -> None:
+        if pa.types.is_null(field.type) and field.name in self._where:
+            return
+        seen = self._where.setdefault(field.name, (field.type, where))
+        if pa.types.is_null(seen[0]):
+            self._where[field.name] = (field.type, where)
+        try:
+            self.schema = pa.unify_schemas(
+                [self.schema, pa.schema([field.with_nullable(True)])], promote_options="permissive"
+            )
+        except pa.ArrowException:
+            raise UserError(
+                f"column {field.name!r} has conflicting types, {seen[0]} in {seen[1]} and {field.type} in {where}: "
+                "give it one type, for example make all of it strings"
+            ) from None
+
+
+def conformed(table: pa.Table, schema: pa.Schema) -> pa.Table:
+    """The columns of a block with the types of all blocks, null where the block lacks one."""
+    columns = [
+        table.column(field.name).cast(field.type)
+        if field.name in table.column_names
+        else pa.chunked_array([pa.nulls(table.num_rows, field.type)])
+        for field in schema
+    ]
+    return pa.table(columns, schema=schema) if columns else table.select([])

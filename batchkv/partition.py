@@ -1,0 +1,97 @@
+"""Splits jobs that are too large to be planned at once, so that rows which share prefixes stay together.
+
+A sample of the rows is sorted, some of it is taken as splitters, and every row goes where it stands among them. So the
+parts follow each other in the order in which all rows would be sorted, and what is lost at a cut is the prefix that the
+rows to its left and right share: it is computed once in each part. Memory is that of one part, whatever the job.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+
+from batchkv.token_arena import TokenArena
+from batchkv.trie import lexicographic_order
+
+Int64Array = npt.NDArray[np.int64]
+
+_SAMPLE_PER_PART = 64  # the largest part is then hardly ever more than half as large again as the mean
+_BLOCK_TOKENS = 1 << 22  # of rows that are compared with the splitters at once
+
+
+def partition(
+    arena: TokenArena,
+    group: npt.NDArray[np.int32],
+    outputs: Int64Array,
+    *,
+    max_outputs: int,
+    max_tokens: int,
+) -> list[Int64Array]:
+    """Which rows are planned together: row numbers, ascending in each part.
+
+    Args:
+        arena: the prompts; rows without tokens are in no part.
+        group: int32 [rows], rows of different groups share nothing.
+        outputs: int64 [rows], how many outputs each row has.
+        max_outputs, max_tokens: about as many a part has at most.
+    """
+    rows = np.flatnonzero(arena.lengths > 0)
+    total_outputs, total_tokens = int(outputs[rows].sum()), int(arena.lengths[rows].sum())
+    num_parts = max(-(-total_outputs // max_outputs), -(-total_tokens // max_tokens))
+    if num_parts <= 1:
+        return [rows] if len(rows) else []
+    splitters = _splitters(arena, group, rows, 2 * num_parts)
+    part = np.concatenate([_places(arena, group, block, splitters) for block in _blocks(arena, rows)])
+    parts: list[Int64Array] = []
+    for found in np.split(rows[np.argsort(part, kind="stable")], np.cumsum(np.bincount(part))[:-1]):
+        _append(parts, found, arena, outputs, max_outputs, max_tokens)
+    return parts
+
+
+def _append(
+    parts: list[Int64Array],
+    rows: Int64Array,
+    arena: TokenArena,
+    outputs: Int64Array,
+    max_outputs: int,
+    max_tokens: int,
+) -> None:
+    """Joins rows to the last part while it is small; rows that are too many even so (the same prompt over and over, so
+    that no splitter lies between them) are cut.
+    """
+    if not len(rows):
+        return
+    if parts:
+        both = np.concatenate([parts[-1], rows])
+        if outputs[both].sum() <= max_outputs and arena.lengths[both].sum() <= max_tokens:
+            parts[-1] = np.sort(both)
+            return
+    pieces = max(outputs[rows].sum() // (2 * max_outputs), arena.lengths[rows].sum() // (2 * max_tokens)) + 1
+    parts.extend(piece for piece in np.array_split(rows, pieces) if len(piece))
+
+
+def _splitters(arena: TokenArena, group: npt.NDArray[np.int32], rows: Int64Array, count: int) -> Int64Array:
+    """Rows whose prompts cut the sorted job into `count` parts of about the same size."""
+    drawn = np.random.default_rng(0).choice(rows, min(count * _SAMPLE_PER_PART, len(rows)), replace=False)
+    sample = arena.take(drawn)
+    order = lexicographic_order(sample, group[drawn].astype(np.int64))
+    at = np.linspace(0, len(drawn), count, endpoint=False).astype(np.int64)[1:]
+    splitters: Int64Array = drawn[order[at]]
+    return splitters
+
+
+def _blocks(arena: TokenArena, rows: Int64Array) -> list[Int64Array]:
+    """Consecutive rows with about `_BLOCK_TOKENS` tokens together."""
+    ends = np.cumsum(arena.lengths[rows])
+    return np.split(rows, np.searchsorted(ends, np.arange(_BLOCK_TOKENS, int(ends[-1]), _BLOCK_TOKENS)))
+
+
+def _places(
+    arena: TokenArena, group: npt.NDArray[np.int32], rows: Int64Array, splitters: Int64Array
+) -> npt.NDArray[np.int32]:
+    """int32 [rows]: how many of the splitters are no greater than each row."""
+    both = np.concatenate([splitters, rows])  # splitters first: equal rows come after them
+    order = lexicographic_order(arena.take(both), group[both].astype(np.int64))
+    places = np.empty(len(both), np.int32)
+    places[order] = np.cumsum(order < len(splitters))
+    return places[len(splitters) :]

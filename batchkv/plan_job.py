@@ -1,0 +1,64 @@
+"""What a job would do: all its waves planned, none executed."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import IO, TYPE_CHECKING
+
+from batchkv.errors import RowError
+from batchkv.io.read import JobSource
+from batchkv.job_plan import JobPlan, Plan, PlanTotals
+from batchkv.metrics import RunMetrics
+from batchkv.planner import Limits, make_plan
+from batchkv.preparation import ModelFacts, prepare_wave, preview
+from batchkv.progress import OnProgress, no_progress
+from batchkv.rows import take_in
+from batchkv.sampling_params import SamplingParams
+from batchkv.token_arena import TokenArena
+from batchkv.wave import Wave
+from batchkv.waves import NOTHING, waves
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+
+def plan_job(
+    source: JobSource,
+    sampling: SamplingParams,
+    tokenizer: PreTrainedTokenizerBase | None,
+    facts: ModelFacts,
+    limits: Limits,
+    token_file: IO[bytes],
+    *,
+    limit: int | None = None,
+    on_progress: OnProgress = no_progress,
+) -> JobPlan:
+    """Reads and plans a job; arguments as of `take_in` and `prepare_wave`."""
+    errors: set[int] = set()
+
+    def reject(found: Mapping[int, RowError]) -> None:
+        errors.update(found)
+
+    rows = take_in(
+        source,
+        sampling,
+        tokenizer,
+        facts.prompt_limits,
+        token_file,
+        reject,
+        RunMetrics(),
+        limit=limit,
+        on_progress=on_progress,
+    )
+    on_progress("plan", 0, 0)
+    first: Plan | None = None
+    totals = PlanTotals()
+    for whole in waves(rows):
+        prepared = prepare_wave(whole, NOTHING, facts.layout, limits, preview(tokenizer))
+        reject(prepared.errors)
+        totals = totals.plus(prepared.plan)
+        first = first or prepared.plan
+    if first is None:
+        first = make_plan(Wave.of(TokenArena.from_rows([]), []), facts.layout, limits)
+        totals = totals.plus(first)
+    return JobPlan(rows.num_rows, len(errors), totals, first)

@@ -1,0 +1,221 @@
+"""`RESULTS.parts/`: what a run has finished, until its results are there. Only one run at a time has it.
+
+lock           held while the process lives
+manifest.json  what is run: another job, model or parameter is not mixed with it
+part-NNNNN     records (`parts`), one file for each time that the run was started
+tokens         the job's token ids, while the process lives
+complete.json  the results are complete: what is left is to put them in their place
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import IO, Any
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+import pyarrow.compute as pc
+from filelock import FileLock, Timeout
+
+from batchkv.errors import UserError
+from batchkv.io.write import check_schema, checked_target, write_tables
+from batchkv.manifest import Manifest
+from batchkv.parts import PartFile, read_part
+from batchkv.results import result_schema
+from batchkv.rows import Rows
+from batchkv.waves import output_keys
+
+Int64Array = npt.NDArray[np.int64]
+
+
+class RunFolder:
+    """The folder of a run, locked. Made by `open_run_folder`."""
+
+    def __init__(self, out: Path, *, overwrite: bool) -> None:
+        self.out = out
+        self.path = parts_path(out)
+        self._overwrite = overwrite
+        self._part: Path | None = None
+
+    def begin(self, manifest: Manifest) -> dict[str, Any] | None:
+        """Prepares the folder for a run, or for going on with one.
+
+        Returns:
+            The summary, if that very run had completed its results and was stopped before it could say so.
+
+        Raises:
+            UserError: there are results, or an unfinished run of another job, which `overwrite` would replace.
+        """
+        before = Manifest.read(self._manifest)
+        published = self._finish_publishing()
+        if published is not None:
+            self._clear()
+            if before == manifest:
+                return published
+            before = None
+        self._complete.unlink(missing_ok=True)
+        if self.out.exists() and not self._overwrite:
+            raise UserError(f"{self.out} exists: choose another path, or replace it with --overwrite")
+        if before is not None and before != manifest:
+            if not self._overwrite:
+                changes = "; ".join(before.differences(manifest))
+                raise UserError(
+                    f"{self.path} holds an unfinished run of another job: {changes}: give the same command to go on "
+                    "with it, --overwrite to give it up, or another --out"
+                )
+            self._clear()
+        elif before is None:
+            self._clear()
+        manifest.write(self._manifest)
+        self._part = self.path / f"part-{len(self._parts()) + 1:05}"
+        return None
+
+    def check_columns(self, rows: Rows) -> None:
+        """Finds out before hours of work whether the result file can hold the job's columns.
+
+        Raises:
+            UserError: names the column.
+        """
+        check_schema(self.out, result_schema(rows))
+
+    @property
+    def is_resumed(self) -> bool:
+        """Whether an earlier run has left something here."""
+        return any(path != self._part for path in self._parts())
+
+    def done(self) -> tuple[Int64Array, Int64Array]:
+        """What earlier runs have finished: their outputs as `waves.output_keys`, ascending, and the row of each."""
+        rows, samples = [np.zeros(0, np.int64)], [np.zeros(0, np.int32)]
+        for batch in self._earlier():
+            rows.append(batch.column("row").to_numpy())
+            samples.append(batch.column("sample").to_numpy())
+        keys, first = np.unique(output_keys(np.concatenate(rows), np.concatenate(samples)), return_index=True)
+        return keys, np.concatenate(rows)[first]
+
+    @contextmanager
+    def records(self) -> Iterator[PartFile]:
+        """Where this run's records go."""
+        if self._part is None:
+            raise RuntimeError("begin comes first")
+        part = PartFile(self._part)
+        try:
+            yield part
+        finally:
+            part.close()
+
+    @contextmanager
+    def token_file(self) -> Iterator[IO[bytes]]:
+        """For the job's token ids."""
+        path = self.path / "tokens"
+        with path.open("w+b") as file:
+            try:
+                yield file
+            finally:
+                path.unlink()
+
+    def batches(self) -> Iterator[pa.RecordBatch]:
+        """All records. Errors are those of this run alone: rows that had one before were tried again."""
+        yield from self._earlier()
+        if self._part is not None:
+            yield from read_part(self._part)
+
+    def publish(self, tables: Iterable[pa.Table], schema: pa.Schema, summary: dict[str, Any]) -> None:
+        """Writes the results and puts them in their place; then the folder is gone.
+
+        Whatever instant the process ends at, the results are complete or there is still all that they are made of.
+        """
+        write_tables(tables, schema, self.out, self._result, before_rename=lambda: self._mark_complete(summary))
+        self._remove()
+
+    # -- how
+
+    @property
+    def _manifest(self) -> Path:
+        return self.path / "manifest.json"
+
+    @property
+    def _result(self) -> Path:
+        return self.path / "result"
+
+    @property
+    def _complete(self) -> Path:
+        return self.path / "complete.json"
+
+    def _parts(self) -> list[Path]:
+        return sorted(self.path.glob("part-*"))
+
+    def _earlier(self) -> Iterator[pa.RecordBatch]:
+        for path in self._parts():
+            if path != self._part:
+                for batch in read_part(path):
+                    yield batch.filter(pc.is_null(batch.column("error_code")))
+
+    def _mark_complete(self, summary: dict[str, Any]) -> None:
+        mark = {"inode": self._result.stat().st_ino, "bytes": self._result.stat().st_size, "summary": summary}
+        with self._complete.open("w") as file:
+            json.dump(mark, file)
+            file.flush()
+            os.fsync(file.fileno())
+
+    def _finish_publishing(self) -> dict[str, Any] | None:
+        """Puts results in their place that were complete, and were not there yet or not known to be."""
+        try:
+            mark = json.loads(self._complete.read_text())
+        except (OSError, ValueError):
+            return None
+        for path in (self._result, self.out):
+            with suppress(OSError):
+                if (path.stat().st_ino, path.stat().st_size) == (mark["inode"], mark["bytes"]):
+                    if path != self.out:
+                        os.replace(path, self.out)
+                    summary: dict[str, Any] = mark["summary"]
+                    return summary
+        return None
+
+    def _clear(self) -> None:
+        for path in self.path.iterdir():
+            if path.name != "lock":
+                path.unlink()
+
+    def _remove(self) -> None:
+        shutil.rmtree(self.path, ignore_errors=True)
+
+
+@contextmanager
+def open_run_folder(out: Path, *, overwrite: bool) -> Iterator[RunFolder]:
+    """The folder of the run that writes `out`, made if need be.
+
+    Raises:
+        UserError: another run has it; or it cannot be made.
+    """
+    target = checked_target(out)
+    path = parts_path(target)
+    if target.exists() and not overwrite and not path.exists():
+        raise UserError(f"{out} exists: choose another path, or replace it with --overwrite")
+    try:
+        path.mkdir(exist_ok=True)
+        with FileLock(path / "lock", timeout=0):
+            try:
+                yield RunFolder(target, overwrite=overwrite)
+            finally:
+                _remove_if_unused(path)
+    except Timeout:
+        raise UserError(f"another run is writing {out}: wait for it, or choose another --out") from None
+
+
+def parts_path(out: Path) -> Path:
+    """Where what is finished lies until the results are complete."""
+    return out.with_name(f"{out.name}.parts")
+
+
+def _remove_if_unused(path: Path) -> None:
+    """A run that was refused before it began leaves nothing behind."""
+    with suppress(OSError):
+        if [entry.name for entry in path.iterdir()] == ["lock"]:
+            shutil.rmtree(path, ignore_errors=True)
