@@ -6,18 +6,19 @@ from textwrap import dedent
 from typing import Any
 
 import numpy as np
-import polars as pl
-import pyarrow as pa
 import pytest
 
-from batchkv.job import Job, Prompts, read_job
-from batchkv.job_plan import Plan
+from batchkv.job_plan import JobPlan, Plan, PlanTotals
 from batchkv.kv_layout import KVLayout, LayerSpec
-from batchkv.planner import Limits, check_kv_budget, make_plan
+from batchkv.planner import Limits, make_plan
+from batchkv.preparation import prepare_wave
 from batchkv.sampling_params import RowParams, SamplingParams
 from batchkv.token_arena import TokenArena
 from batchkv.tokenization import tokenize
+from batchkv.wave import Wave
+from batchkv.waves import NOTHING
 from tests.conftest import WORKLOADS
+from tests.jobs import read_job
 
 # SmolLM2-135M in two bytes: 23,040 bytes per token
 LAYOUT = KVLayout(tuple(LayerSpec(9, 3, 64, 64, None) for _ in range(30)), 2)
@@ -30,26 +31,30 @@ def row(prompt: list[int], n: int = 1, max_tokens: int = 8) -> Row:
     return prompt, n, max_tokens
 
 
-def plan_of(*rows: Row, tokens: int = 1_000, layout: KVLayout = LAYOUT, **limits: Any) -> Plan:
+def job_plan_of(*rows: Row, tokens: int = 1_000, layout: KVLayout = LAYOUT, **limits: Any) -> JobPlan:
     """The plan of a job with room for `tokens` tokens of KV."""
     params = RowParams.of(SamplingParams(n=n, max_tokens=most, temperature=float(n > 1)) for _, n, most in rows)
     arena = TokenArena.from_rows([np.array(prompt, np.int32) for prompt, _, _ in rows])
-    job = Job(pa.array(range(len(rows)), pa.int64()), Prompts.of_token_ids(arena), params, {}, pa.table({}))
     kv_bytes = tokens * layout.bytes_per_token
     limits_ = Limits(**{"kv_bytes": kv_bytes, "max_batch_rows": 256, "max_batch_tokens": 512, **limits})
-    errors = check_kv_budget(job, arena, layout, limits_)
-    return make_plan(job, arena.with_rows_dropped(errors), errors, layout, limits_)
+    prepared = prepare_wave(Wave.of(arena, params), NOTHING, layout, limits_)
+    return JobPlan(len(rows), len(prepared.errors), PlanTotals().plus(prepared.plan), prepared.plan)
 
 
 def text(golden: str) -> str:
     return dedent(golden).strip("\n")
 
 
+def plan_of(*rows: Row, **options: Any) -> Plan:
+    """The plan of its only wave."""
+    return job_plan_of(*rows, **options).first
+
+
 HEADER = [7] * 40
 
 
 def test_rows_that_share_nothing() -> None:
-    plan = plan_of(row([1] * 10), row([2] * 5), row([3] * 20))
+    plan = job_plan_of(row([1] * 10), row([2] * 5), row([3] * 20))
     assert plan.explain() == text(
         """
         rows      3; 3 sequences to generate
@@ -66,6 +71,7 @@ def test_rows_that_share_nothing() -> None:
     assert plan.to_json() == {
         "rows": 3,
         "errors": 0,
+        "waves": 1,
         "sequences": 3,
         "prompt_tokens": 35,
         "prefill_tokens": 35,
@@ -84,7 +90,7 @@ def test_rows_that_share_nothing() -> None:
 
 
 def test_one_header() -> None:
-    plan = plan_of(*(row([*HEADER, i] + [i] * 4) for i in range(4)))
+    plan = job_plan_of(*(row([*HEADER, i] + [i] * 4) for i in range(4)))
     assert str(plan) == text(
         """
         rows      4; 4 sequences to generate
@@ -102,6 +108,7 @@ def test_one_header() -> None:
     assert plan.to_json() == {
         "rows": 4,
         "errors": 0,
+        "waves": 1,
         "sequences": 4,
         "prompt_tokens": 180,
         "prefill_tokens": 60,
@@ -132,7 +139,7 @@ TWO_LEVELS = (
 
 
 def test_a_header_in_two_levels_with_twins_and_a_prompt_that_is_a_prefix_of_another() -> None:
-    plan = plan_of(*TWO_LEVELS)
+    plan = job_plan_of(*TWO_LEVELS)
     assert plan.explain() == text(
         """
         rows      7; 6 sequences to generate
@@ -155,6 +162,7 @@ def test_a_header_in_two_levels_with_twins_and_a_prompt_that_is_a_prefix_of_anot
     assert plan.to_json() == {
         "rows": 7,
         "errors": 0,
+        "waves": 1,
         "sequences": 6,
         "prompt_tokens": 338,
         "prefill_tokens": 86,
@@ -178,7 +186,7 @@ def test_a_header_in_two_levels_with_twins_and_a_prompt_that_is_a_prefix_of_anot
 
 
 def test_several_samples_of_a_prompt() -> None:
-    plan = plan_of(row([*HEADER, 1], n=3), row([*HEADER, 2]))
+    plan = job_plan_of(row([*HEADER, 1], n=3), row([*HEADER, 2]))
     assert plan.explain() == text(
         """
         rows      2; 4 sequences to generate
@@ -196,6 +204,7 @@ def test_several_samples_of_a_prompt() -> None:
     assert plan.to_json() == {
         "rows": 2,
         "errors": 0,
+        "waves": 1,
         "sequences": 4,
         "prompt_tokens": 82,
         "prefill_tokens": 42,
@@ -211,11 +220,11 @@ def test_several_samples_of_a_prompt() -> None:
         "nodes": 3,
         "shared_prefixes": [{"tokens": 40, "rows": 2, "saved_tokens": 40, "text": None}],
     }
-    assert plan.sequences.sample.tolist() == [0, 1, 2, 0]
+    assert plan.first.sequences.sample.tolist() == [0, 1, 2, 0]
 
 
 def test_without_sharing_every_row_is_on_its_own() -> None:
-    plan = plan_of(row([1] * 10), row([1] * 10), share_prefixes=False)
+    plan = job_plan_of(row([1] * 10), row([1] * 10), share_prefixes=False)
     assert plan.explain() == text(
         """
         rows      2; 2 sequences to generate
@@ -232,6 +241,7 @@ def test_without_sharing_every_row_is_on_its_own() -> None:
     assert plan.to_json() == {
         "rows": 2,
         "errors": 0,
+        "waves": 1,
         "sequences": 2,
         "prompt_tokens": 20,
         "prefill_tokens": 20,
@@ -250,7 +260,7 @@ def test_without_sharing_every_row_is_on_its_own() -> None:
 
 
 def test_a_tight_budget_takes_smaller_pages_and_refuses_what_can_never_fit() -> None:
-    plan = plan_of(row([1] * 10, max_tokens=2), row([*[1] * 9, 2], max_tokens=2), row([4] * 30), tokens=18)
+    plan = job_plan_of(row([1] * 10, max_tokens=2), row([*[1] * 9, 2], max_tokens=2), row([4] * 30), tokens=18)
     assert plan.explain() == text(
         """
         rows      3, 1 with errors; 2 sequences to generate
@@ -268,6 +278,7 @@ def test_a_tight_budget_takes_smaller_pages_and_refuses_what_can_never_fit() -> 
     assert plan.to_json() == {
         "rows": 3,
         "errors": 1,
+        "waves": 1,
         "sequences": 2,
         "prompt_tokens": 20,
         "prefill_tokens": 11,
@@ -286,7 +297,7 @@ def test_a_tight_budget_takes_smaller_pages_and_refuses_what_can_never_fit() -> 
 
 
 def test_an_empty_job() -> None:
-    assert plan_of().explain() == text(
+    assert job_plan_of().explain() == text(
         """
         rows      0; 0 sequences to generate
         prompt    0 tokens
@@ -321,7 +332,7 @@ def test_long_and_short_rows_take_turns_where_that_lowers_the_peak() -> None:
         └─ 6 more of 4-20 tokens, 6 rows
         """
     )
-    assert plan.trie.end[plan.trie.prompt_node].tolist() == [20, 4, 20, 4, 20, 4]
+    assert plan.first.trie.end[plan.first.trie.prompt_node].tolist() == [20, 4, 20, 4, 20, 4]
 
 
 def test_long_and_short_rows_take_turns_where_that_lets_more_run_at_once() -> None:
@@ -361,19 +372,17 @@ def test_the_context_bounds_what_is_generated() -> None:
 def test_a_tokenizer_shows_how_shared_prefixes_begin() -> None:
     prompts = [[*HEADER, 1], [*HEADER, 2]]
     arena = TokenArena.from_rows([np.array(prompt, np.int32) for prompt in prompts])
-    params = RowParams.of([SamplingParams()] * 2)
-    job = Job(pa.array([0, 1]), Prompts.of_token_ids(arena), params, {}, pa.table({}))
     limits = Limits(1 << 30, 256, 512)
-    plan = make_plan(job, arena, {}, LAYOUT, limits, lambda ids: " ".join(map(str, ids)))
+    plan = make_plan(Wave.of(arena, [SamplingParams()] * 2), LAYOUT, limits, lambda ids: " ".join(map(str, ids)))
     assert plan.shared[0].text == " ".join(["7"] * 24)
 
 
 def test_of_rows_that_are_largest_in_different_groups_of_layers_the_larger_is_refused() -> None:
     hybrid = KVLayout((LayerSpec(1, 1, 1, 1, None), LayerSpec(1, 1, 1, 1, 2)), 1)
     rows = row([1], max_tokens=2), row([2] * 3, max_tokens=1)
-    plan = plan_of(*rows, tokens=3, layout=hybrid, page_size=1)
+    plan = job_plan_of(*rows, tokens=3, layout=hybrid, page_size=1)
     assert plan.errors == 1
-    assert plan.prompt_tokens + int(plan.sequences.max_new_tokens.sum()) <= 4
+    assert plan.totals.prompt_tokens + int(plan.first.sequences.max_new_tokens.sum()) <= 4
 
 
 @pytest.mark.skipif(not WORKLOADS.is_dir(), reason="job files that are not part of the project")
@@ -388,10 +397,10 @@ def test_of_rows_that_are_largest_in_different_groups_of_layers_the_larger_is_re
     ],
 )
 def test_the_counts_of_real_workloads(name: str, rows: int, prompt_tokens: int, prefill_tokens: int) -> None:
-    job = read_job(pl.read_parquet(WORKLOADS / f"{name}.parquet"), SamplingParams())
+    job = read_job(WORKLOADS / f"{name}.parquet")
     arena, errors = tokenize(job, None)
-    plan = make_plan(job, arena, errors, LAYOUT, Limits(2 << 30, 256, 512))
-    counts = plan.to_json()
+    plan = make_plan(Wave.of(arena, job.params), LAYOUT, Limits(2 << 30, 256, 512))
+    counts = JobPlan(job.num_rows, len(errors), PlanTotals().plus(plan), plan).to_json()
     assert (counts["rows"], counts["errors"]) == (rows, 0)
     assert (counts["prompt_tokens"], counts["prefill_tokens"]) == (prompt_tokens, prefill_tokens)
     assert counts["saved_tokens"] == prompt_tokens - prefill_tokens

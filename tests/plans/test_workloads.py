@@ -6,19 +6,18 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
-import polars as pl
 import pytest
 
-from batchkv.job import read_job
 from batchkv.job_plan import Plan
 from batchkv.kv_layout import KVLayout, LayerSpec
 from batchkv.planner import Limits, check_kv_budget, make_plan
-from batchkv.sampling_params import SamplingParams
 from batchkv.scheduler import Scheduler
 from batchkv.sequence import GeneratedTokens
 from batchkv.step import Step
 from batchkv.tokenization import tokenize
+from batchkv.wave import Wave
 from tests.conftest import WORKLOADS
+from tests.jobs import read_job
 
 # SmolLM2-135M in two bytes: 23,040 bytes per token
 LAYOUT = KVLayout(tuple(LayerSpec(9, 3, 64, 64, None) for _ in range(30)), 2)
@@ -37,11 +36,12 @@ class Scheduled:
 
 def steps_of(name: str, kv_tokens: int = 93_206) -> Iterator[Scheduled]:
     """Runs a workload to its end with every token sampled as 0."""
-    job = read_job(pl.read_parquet(WORKLOADS / f"{name}.parquet"), SamplingParams())
+    job = read_job(WORKLOADS / f"{name}.parquet")
     arena, _ = tokenize(job, None)
     limits = Limits(kv_tokens * LAYOUT.bytes_per_token, 256, 512, context_length=8192)
-    assert check_kv_budget(job, arena, LAYOUT, limits) == {}
-    plan = make_plan(job, arena, {}, LAYOUT, limits)
+    wave = Wave.of(arena, job.params)
+    assert check_kv_budget(wave, LAYOUT, limits) == {}
+    plan = make_plan(wave, LAYOUT, limits)
     generated = GeneratedTokens(len(plan.sequences))
     scheduler = Scheduler(plan, arena, LAYOUT, generated, max_batch_rows=256, max_batch_tokens=512)
     while not scheduler.is_done:

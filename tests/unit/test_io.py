@@ -15,8 +15,9 @@ import pytest
 from batchkv.errors import UserError
 from batchkv.io import write
 from batchkv.io.columns import storable, to_cells
-from batchkv.io.read import JobTable, read_jobs
-from batchkv.io.write import check_writable, write_table
+from batchkv.io.read import JobTable, open_jobs
+from batchkv.io.write import check_schema, checked_target, write_table
+from tests.jobs import read_block
 
 TABLE = pa.table({"id": ["a", "b"], "prompt": ["one", "two"], "score": [1, 2]})
 ENDINGS = [".parquet", ".arrow", ".feather", ".ipc", ".jsonl", ".ndjson"]
@@ -41,42 +42,42 @@ class TestReading:
     @pytest.mark.parametrize("ending", ENDINGS)
     def test_every_format_reads_back_what_was_written(self, tmp_path: Path, ending: str) -> None:
         write_table(TABLE, tmp_path / f"jobs{ending}")
-        assert cells(read_jobs(tmp_path / f"jobs{ending}")) == TABLE.to_pydict()
+        assert cells(read_block(tmp_path / f"jobs{ending}")) == TABLE.to_pydict()
 
     def test_an_ending_in_capitals_is_the_same_ending(self, tmp_path: Path) -> None:
         pq.write_table(TABLE, tmp_path / "JOBS.PARQUET")
-        assert read_jobs(str(tmp_path / "JOBS.PARQUET")).num_rows == 2
+        assert read_block(str(tmp_path / "JOBS.PARQUET")).num_rows == 2
 
     def test_an_arrow_stream_reads_like_an_arrow_file(self, tmp_path: Path) -> None:
         path = tmp_path / "jobs.arrow"
         with path.open("wb") as file, pa.ipc.new_stream(file, TABLE.schema) as writer:
             writer.write_table(TABLE)
-        assert cells(read_jobs(path)) == TABLE.to_pydict()
+        assert cells(read_block(path)) == TABLE.to_pydict()
 
     def test_tables_and_frames_are_jobs(self) -> None:
-        assert cells(read_jobs(TABLE)) == TABLE.to_pydict()
-        assert cells(read_jobs(pl.DataFrame(TABLE))) == TABLE.to_pydict()
+        assert cells(read_block(TABLE)) == TABLE.to_pydict()
+        assert cells(read_block(pl.DataFrame(TABLE))) == TABLE.to_pydict()
 
     def test_a_folder_named_like_a_partition_adds_no_column(self, tmp_path: Path) -> None:
         (tmp_path / "day=1").mkdir()
         pq.write_table(TABLE, tmp_path / "day=1" / "jobs.parquet")
-        assert list(read_jobs(tmp_path / "day=1" / "jobs.parquet").columns) == TABLE.column_names
+        assert list(read_block(tmp_path / "day=1" / "jobs.parquet").columns) == TABLE.column_names
 
     def test_a_glob_is_sorted_and_a_list_keeps_its_order(self, tmp_path: Path) -> None:
         for name in ("b", "a"):
             pq.write_table(pa.table({"prompt": [name]}), tmp_path / f"{name}.parquet")
-        assert cells(read_jobs(tmp_path / "*.parquet")) == {"prompt": ["a", "b"]}
-        listed = read_jobs([tmp_path / "b.parquet", str(tmp_path / "a.parquet")])
+        assert cells(read_block(tmp_path / "*.parquet")) == {"prompt": ["a", "b"]}
+        listed = read_block([tmp_path / "b.parquet", str(tmp_path / "a.parquet")])
         assert cells(listed) == {"prompt": ["b", "a"]}
 
     def test_a_file_whose_name_looks_like_a_glob_is_that_file(self, tmp_path: Path) -> None:
         pq.write_table(TABLE, tmp_path / "jobs[1].parquet")
-        assert read_jobs(tmp_path / "jobs[1].parquet").num_rows == 2
+        assert read_block(tmp_path / "jobs[1].parquet").num_rows == 2
 
     def test_columns_that_a_file_lacks_are_null_in_its_rows(self, tmp_path: Path) -> None:
         pq.write_table(pa.table({"prompt": ["a"], "x": [1]}), tmp_path / "1.parquet")
         pq.write_table(pa.table({"prompt": ["b"], "x": [1.5], "y": ["q"]}), tmp_path / "2.parquet")
-        assert cells(read_jobs(tmp_path / "?.parquet")) == {
+        assert cells(read_block(tmp_path / "?.parquet")) == {
             "prompt": ["a", "b"],
             "x": [1.0, 1.5],
             "y": [None, "q"],
@@ -85,12 +86,12 @@ class TestReading:
     def test_json_lines_and_parquet_are_one_job(self, tmp_path: Path) -> None:
         pq.write_table(pa.table({"prompt": ["a"], "n": [1], "x": [1]}), tmp_path / "1.parquet")
         lines = json_lines(tmp_path, "not json", {"prompt": "b", "n": "two", "x": 2})
-        table = read_jobs([tmp_path / "1.parquet", lines])
+        table = read_block([tmp_path / "1.parquet", lines])
         assert cells(table) == {"prompt": ["a", None, "b"], "n": [1, None, "two"], "x": [1, None, 2]}
         assert list(table.errors) == [1]
 
     def test_head_keeps_the_first_rows_and_their_errors(self, tmp_path: Path) -> None:
-        table = read_jobs(json_lines(tmp_path, {"prompt": "a"}, "x", {"prompt": "b"}, "x")).head(2)
+        table = read_block(json_lines(tmp_path, {"prompt": "a"}, "x", {"prompt": "b"}, "x")).head(2)
         assert (table.num_rows, cells(table), list(table.errors)) == (2, {"prompt": ["a", None]}, [1])
 
 
@@ -113,7 +114,7 @@ class TestJsonLines:
         self, tmp_path: Path, line: str | bytes, reason: str
     ) -> None:
         path = json_lines(tmp_path, {"prompt": "a"}, "", line, {"prompt": "b"})
-        table = read_jobs(path)
+        table = read_block(path)
         assert cells(table) == {"prompt": ["a", None, "b"]}
         assert table.errors[1].code == "bad_json"
         assert table.errors[1].message.startswith(f"{path} line 3 is no JSON object: ")
@@ -129,29 +130,29 @@ class TestJsonLines:
             '{"prompt": "' + "[" * 100 + '"}',
             '{"prompt": NaN}',
         )
-        table = read_jobs(path)
+        table = read_block(path)
         assert table.errors == {}
         assert cells(table)["prompt"][:3] == ["bom", "\0 😀 \u2028", "[" * 100]
 
     def test_job_columns_may_mix_types_but_carried_columns_may_not(self, tmp_path: Path) -> None:
         path = json_lines(tmp_path, {"prompt": "a", "n": 1}, {"prompt": 2, "n": "x"}, {"n": [True]})
-        assert cells(read_jobs(path)) == {"prompt": ["a", 2, None], "n": [1, "x", [True]]}
+        assert cells(read_block(path)) == {"prompt": ["a", 2, None], "n": [1, "x", [True]]}
 
     @pytest.mark.parametrize("odd", ["private text", True, [1], {"a": 1}, 2**70])
     def test_a_carried_column_of_mixed_types_is_named_with_its_line(self, tmp_path: Path, odd: object) -> None:
         lines: list[object] = [{"prompt": "a", "score": 1.5} for _ in range(9)]
         path = json_lines(tmp_path, *lines, "", {"prompt": "b", "score": odd}, {"prompt": "c"})
         with pytest.raises(UserError, match=r"jobs\.jsonl line 11: column 'score' holds .* strings") as caught:
-            read_jobs(path)
+            read_block(path)
         assert "private" not in str(caught.value)
 
     def test_a_file_without_any_json_line_is_unusable(self, tmp_path: Path) -> None:
         with pytest.raises(UserError, match=r"line 1 is no JSON object.*one JSON object on each line"):
-            read_jobs(json_lines(tmp_path, "[", '{"prompt": "a"},', "]"))
+            read_block(json_lines(tmp_path, "[", '{"prompt": "a"},', "]"))
 
     def test_an_empty_file_is_an_empty_job(self, tmp_path: Path) -> None:
         (tmp_path / "jobs.jsonl").write_bytes(b"")
-        assert read_jobs(tmp_path / "jobs.jsonl").num_rows == 0
+        assert read_block(tmp_path / "jobs.jsonl").num_rows == 0
 
 
 class TestUnusableFiles:
@@ -173,23 +174,23 @@ class TestUnusableFiles:
             (tmp_path / file).write_bytes(b"no such format at all, but long enough" * 10)
         (tmp_path / "empty.parquet").write_bytes(b"")
         with pytest.raises(UserError, match=message) as caught:
-            read_jobs(tmp_path / name)
+            read_block(tmp_path / name)
         assert "\n" not in str(caught.value)
 
     def test_conflicting_types_are_named_with_their_files(self, tmp_path: Path) -> None:
         pq.write_table(pa.table({"prompt": ["a"], "x": [1]}), tmp_path / "1.parquet")
         pq.write_table(pa.table({"prompt": ["b"], "x": ["q"]}), tmp_path / "2.parquet")
         with pytest.raises(UserError, match=r"'x' has conflicting types, int64 in .*1.parquet and string in"):
-            read_jobs(tmp_path / "*.parquet")
+            read_block(tmp_path / "*.parquet")
 
     def test_two_columns_of_one_name_are_unusable(self) -> None:
         with pytest.raises(UserError, match="two columns named 'x'"):
-            read_jobs(pa.table([[1], [2]], names=["x", "x"]))
+            read_block(pa.table([[1], [2]], names=["x", "x"]))
 
     @pytest.mark.parametrize("jobs", [[], [1], 5, pl.LazyFrame({"prompt": ["a"]})])
     def test_other_values_are_no_jobs(self, jobs: Any) -> None:
         with pytest.raises(UserError, match="must be a path"):
-            read_jobs(jobs)
+            read_block(jobs)
 
 
 class TestWriting:
@@ -198,7 +199,7 @@ class TestWriting:
         for ending in (".parquet", ".arrow", ".jsonl"):
             write_table(table, tmp_path / f"out{ending}")
         for ending in (".parquet", ".arrow"):
-            column = read_jobs(tmp_path / f"out{ending}").columns["x"]
+            column = read_block(tmp_path / f"out{ending}").columns["x"]
             assert repr(to_cells(column)) == "[1.5, nan, inf, None]"
         lines = (tmp_path / "out.jsonl").read_text().splitlines()
         assert [json.loads(line)["x"] for line in lines] == [1.5, None, None, None]

@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from batchkv.errors import UserError
 from batchkv.io.columns import JOB_COLUMNS, PARAMETER_COLUMNS, RESULT_COLUMNS
 from batchkv.io.write import write_table
-from batchkv.job import Job, read_job
+from batchkv.job import Job
 from batchkv.sampling_params import SamplingParams
 
 DEFAULTS = SamplingParams(max_tokens=7, temperature=0.5)

@@ -14,23 +14,22 @@ from itertools import pairwise
 
 import numpy as np
 import numpy.typing as npt
-import pyarrow as pa
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from batchkv.job import Job, Prompts
 from batchkv.job_plan import Plan
 from batchkv.kernels.shared_segments import find_shared_segments
 from batchkv.kv_layout import KVLayout, LayerSpec
 from batchkv.memory_plan import LEAST_SLACK_PAGES, page_costs
 from batchkv.planner import Limits, check_kv_budget, list_sequences, make_plan
-from batchkv.sampling_params import RowParams, SamplingParams
+from batchkv.sampling_params import SamplingParams
 from batchkv.scheduler import Scheduler
 from batchkv.sequence import GeneratedTokens
 from batchkv.step import AttentionBatch, Step
 from batchkv.token_arena import TokenArena
 from batchkv.trie import build_trie
+from batchkv.wave import Wave
 
 Text = tuple[int, ...]
 
@@ -74,9 +73,8 @@ class Case:
         return TokenArena.from_rows([np.array(prompt, np.int32) for prompt in self.prompts])
 
     @cached_property
-    def job(self) -> Job:
-        ids, prompts = pa.array(range(len(self.prompts))), Prompts.of_token_ids(self.arena)
-        return Job(ids, prompts, RowParams.of(self.params), {}, pa.table({}))
+    def wave(self) -> Wave:
+        return Wave.of(self.arena, self.params)
 
     @cached_property
     def prefixes(self) -> set[Text]:
@@ -96,14 +94,14 @@ class Case:
         """What the largest row takes in every group of layers when nothing else runs, unshared, and more."""
         trie = build_trie(self.arena, np.arange(len(self.prompts)))
         new_tokens = np.array([params.max_tokens for params in self.params])
-        peak = page_costs(trie, list_sequences(self.job, trie, {}, new_tokens), self.layout, page_size=1).peak(1)
+        peak = page_costs(trie, list_sequences(self.wave, trie, new_tokens), self.layout, page_size=1).peak(1)
         slack = [0 if window is None else LEAST_SLACK_PAGES for window in self.layout.windows]
         return int((peak + slack) @ self.layout.group_bytes_per_token) + self.extra_bytes
 
     def plan(self) -> Plan:
         limits = self.limits(self.kv_bytes)
-        assert not check_kv_budget(self.job, self.arena, self.layout, limits)
-        return make_plan(self.job, self.arena, {}, self.layout, limits)
+        assert not check_kv_budget(self.wave, self.layout, limits)
+        return make_plan(self.wave, self.layout, limits)
 
 
 class Shadow:
