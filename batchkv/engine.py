@@ -57,6 +57,7 @@ from batchkv.records import RecordsInMemory
 from batchkv.results import in_order, result_blocks, result_schema
 from batchkv.rows import Rows, take_in
 from batchkv.run_folder import RunFolder
+from batchkv.run_log import OnEvent, Snapshots, no_event
 from batchkv.sampler import SamplingBatch
 from batchkv.sampling_params import SamplingParams
 from batchkv.stopping import end_token_ids as find_end_token_ids
@@ -158,7 +159,14 @@ class Engine:
         source, records = open_jobs(jobs), RecordsInMemory()
         with TemporaryFile() as tokens:
             run = self._execute(
-                source, sampling or SamplingParams(), Ledger(records), tokens, limit, on_start, on_progress
+                source,
+                sampling or SamplingParams(),
+                Ledger(records),
+                tokens,
+                limit,
+                on_start,
+                on_progress,
+                Snapshots(no_event, None),
             )
         blocks = result_blocks(source, run.rows, in_order(records.batches(), run.rows.num_rows, None), limit=limit)
         with run.metrics.timed("write"):
@@ -174,12 +182,14 @@ class Engine:
         limit: int | None = None,
         on_start: OnStart | None = None,
         on_progress: OnProgress = no_progress,
+        on_event: OnEvent = no_event,
     ) -> dict[str, Any]:
         """`run` with the result in a file. What is finished is kept if it is interrupted, and is not computed again
         when the same job is run into the same folder.
 
         Args:
             folder: where the results go, and until then what is finished.
+            on_event: told what happens, without any row's text (`run_log`).
 
         Returns:
             The summary.
@@ -193,13 +203,25 @@ class Engine:
             return published
         with folder.records() as records, folder.token_file() as tokens:
             ledger = Ledger(records, *folder.done())
+            on_event("started", {"batchkv": __version__, "model": self.config.model, "resumed": len(ledger.done)})
             run = self._execute(
-                source, sampling, ledger, tokens, limit, on_start, on_progress, on_rows=folder.check_columns
+                source,
+                sampling,
+                ledger,
+                tokens,
+                limit,
+                on_start,
+                on_progress,
+                Snapshots(on_event, folder.metrics),
+                on_event,
+                on_rows=folder.check_columns,
             )
+        on_event("publishing", {"rows": run.rows.num_rows})
         with run.metrics.timed("write"):
             ordered = in_order(folder.batches(), run.rows.num_rows, folder.path)
             blocks = result_blocks(source, run.rows, ordered, limit=limit)
             folder.publish(blocks, with_summary(result_schema(run.rows), run.summary()), run.summary())
+        on_event("finished", run.summary())
         return run.summary()
 
     def _execute(
@@ -211,6 +233,8 @@ class Engine:
         limit: int | None,
         on_start: OnStart | None,
         on_progress: OnProgress,
+        snapshots: Snapshots,
+        on_event: OnEvent = no_event,
         on_rows: Callable[[Rows], None] = lambda rows: None,
     ) -> FinishedRun:
         """Every row of a job, to its records."""
@@ -229,7 +253,13 @@ class Engine:
             on_progress=on_progress,
         )
         on_rows(rows)
-        progress = on_start(rows.num_outputs - len(ledger.done)) if on_start else _no_progress
+        on_event("read", {"rows": rows.num_rows, "errors": ledger.num_errors, "outputs": rows.num_outputs})
+        show = on_start(rows.num_outputs - len(ledger.done)) if on_start else _no_progress
+
+        def progress(ended: int, generated: int) -> None:
+            show(ended, generated)
+            snapshots.after_step(metrics, ledger.num_samples, ledger.num_errors)
+
         on_progress("plan", 0, 0)
         totals = PlanTotals()
         for whole in waves(rows):
@@ -237,6 +267,7 @@ class Engine:
                 prepared = prepare_wave(whole, ledger.done, self.layout, self._limits())
             ledger.reject(prepared.errors)
             totals = totals.plus(prepared.plan)
+            on_event("wave", prepared.plan.numbers())
             self._execute_wave(prepared, ledger, metrics, progress)
         metrics.elapsed_s = metrics.load_s + perf_counter() - started
         return FinishedRun(rows, ledger, totals, metrics, self._how(metrics))

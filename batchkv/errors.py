@@ -20,6 +20,10 @@ RowErrorCode = Literal[
 ]
 
 
+class Interrupted(SystemExit):
+    """The user or the system wants the process to end."""
+
+
 class UserError(ValueError):
     """The command, the job file or the model is unusable: one line saying what, where and how to mend it."""
 

@@ -76,6 +76,16 @@ class Plan:
         cached[first] -= computed[sequence]
         return cached
 
+    def numbers(self) -> dict[str, int]:
+        """What it comes to, for those who watch a run."""
+        return {
+            "sequences": len(self.sequences),
+            "prompt_tokens": self.prompt_tokens,
+            "prefill_tokens": self.prefill_tokens,
+            "peak_kv_tokens": self.memory.peak_tokens,
+            "window_rows": self.memory.window_rows,
+        }
+
     def tree(self) -> list[str]:
         """The upper part of the trie, drawn line by line."""
         rows = rows_below(self.trie)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from time import perf_counter
 
 from batchkv.step import Step
@@ -32,6 +32,11 @@ class RunMetrics:
     elapsed_s: float = 0.0
     decode_graphs: str = "off"
     graph_steps: int = 0
+
+    def counts(self) -> dict[str, int | float]:
+        """All counters and times so far, by name; times in seconds."""
+        numbers = asdict(self)
+        return {name: round(value, 3) for name, value in numbers.items() if isinstance(value, (int, float))}
 
     @contextmanager
     def timed(self, name: str) -> Iterator[None]:

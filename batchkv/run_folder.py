@@ -4,6 +4,7 @@ lock           held while the process lives
 manifest.json  what is run: another job, model or parameter is not mixed with it
 part-NNNNN     records (`parts`), one file for each time that the run was started
 tokens         the job's token ids, while the process lives
+metrics.json   the latest numbers of the run, every few seconds
 complete.json  the results are complete: what is left is to put them in their place
 """
 
@@ -85,9 +86,14 @@ class RunFolder:
         check_schema(self.out, result_schema(rows))
 
     @property
-    def is_resumed(self) -> bool:
-        """Whether an earlier run has left something here."""
-        return any(path != self._part for path in self._parts())
+    def metrics(self) -> Path:
+        """The latest numbers of the run, for those who watch it."""
+        return self.path / "metrics.json"
+
+    @property
+    def has_begun(self) -> bool:
+        """Whether there is a run here, to be gone on with."""
+        return self._manifest.exists()
 
     def done(self) -> tuple[Int64Array, Int64Array]:
         """What earlier runs have finished: their outputs as `waves.output_keys`, ascending, and the row of each."""

@@ -11,7 +11,7 @@ import typer
 
 from batchkv import __version__
 from batchkv.cli import plan, run
-from batchkv.errors import UserError
+from batchkv.errors import Interrupted, UserError
 
 USER_ERROR, INTERRUPTED = 2, 130
 
@@ -64,8 +64,10 @@ def _fail(message: str) -> None:
 
 
 def _interrupt(number: int, frame: FrameType | None) -> None:
+    for other in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(other, signal.SIG_DFL)  # once more ends it at once
     print(f"batchkv: interrupted by {signal.Signals(number).name}", file=sys.stderr)
-    raise SystemExit(INTERRUPTED)
+    raise Interrupted(INTERRUPTED)
 
 
 if __name__ == "__main__":

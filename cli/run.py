@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from time import perf_counter
 from typing import TYPE_CHECKING, Annotated, Any
@@ -13,10 +15,11 @@ import typer
 from batchkv.cli import options
 from batchkv.cli.output import ProgressBar, say
 from batchkv.config import DEFAULT_KV_MEMORY, DEFAULT_MODEL
-from batchkv.errors import UserError
+from batchkv.errors import Interrupted, UserError
 from batchkv.heap import return_large_blocks
 from batchkv.io.write import checked_target
-from batchkv.run_folder import open_run_folder
+from batchkv.run_folder import RunFolder, open_run_folder
+from batchkv.run_log import RunLog
 
 if TYPE_CHECKING:
     from batchkv.engine import Engine
@@ -54,6 +57,7 @@ def run(
         bool, typer.Option("--allow-row-errors", help="Exit with 0 even if rows have errors.")
     ] = False,
     summary: Annotated[Path | None, typer.Option(help="Also write the summary to this JSON file.")] = None,
+    log: Annotated[Path | None, typer.Option(help="Append what happens to this file, as JSON lines.")] = None,
     quiet: Annotated[bool, typer.Option("--quiet", help="Print nothing but errors.")] = False,
 ) -> None:
     """Plan and execute a job file; writes one result row per row and sample.
@@ -73,7 +77,7 @@ def run(
         stop=tuple(stop or ()),
         logprobs=logprobs,
     )
-    with open_run_folder(out, overwrite=overwrite) as folder:
+    with RunLog(log) as run_log, open_run_folder(out, overwrite=overwrite) as folder, _saying_how_to_go_on(folder):
         engine, import_s = _load_engine(
             model,
             tokenizer,
@@ -89,7 +93,13 @@ def run(
         )
         with ProgressBar(quiet=quiet) as bar:
             totals = engine.run_into(
-                folder, options.job_paths(jobs), sampling, limit=limit, on_start=bar.start, on_progress=bar.prepare
+                folder,
+                options.job_paths(jobs),
+                sampling,
+                limit=limit,
+                on_start=bar.start,
+                on_progress=bar.prepare,
+                on_event=run_log.event,
             )
     for name in ("load_s", "elapsed_s"):
         totals[name] = round(totals[name] + import_s, 3)
@@ -99,6 +109,16 @@ def run(
         say(describe(totals, out))
     if not allow_row_errors:
         _exit_if_errors(totals, out)
+
+
+@contextmanager
+def _saying_how_to_go_on(folder: RunFolder) -> Iterator[None]:
+    try:
+        yield
+    except Interrupted:
+        if folder.has_begun:
+            print(f"batchkv: what is finished is in {folder.path}: give the same command to go on", file=sys.stderr)
+        raise
 
 
 def _load_engine(model: str, tokenizer: str | None, **config: Any) -> tuple[Engine, float]:
