@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from batchkv.errors import RowError
-from batchkv.intervals import subtree_ends
+from batchkv.intervals import count_up, subtree_ends
 from batchkv.job import Job, output_offsets
 from batchkv.job_plan import Plan, SharedPrefix, rows_below
 from batchkv.kv_layout import KVLayout
@@ -23,6 +23,7 @@ from batchkv.memory_plan import (
     sequence_pages,
 )
 from batchkv.sampling_params import SamplingParams
+from batchkv.scoring import Scored
 from batchkv.sequence import SequenceTable
 from batchkv.token_arena import TokenArena
 from batchkv.trie import PrefixTrie, build_trie
@@ -105,6 +106,7 @@ def make_plan(
     layout: KVLayout,
     limits: Limits,
     detokenize: Detokenize | None = None,
+    scored: Scored | None = None,
 ) -> Plan:
     """Plans a job.
 
@@ -115,13 +117,19 @@ def make_plan(
         layout: KV of the model.
         limits: memory and batch limits.
         detokenize: shows in `Plan.shared` how prefixes begin.
+        scored: rows that are scored, with `SCORING` as their parameters; by default all are generated.
+
+    Raises:
+        ValueError: a row is scored from before its second or behind its last token, or with other parameters.
     """
+    scored = scored or Scored.none(job.num_rows)
+    scored.check(job.params, arena)
     group = None if limits.share_prefixes else np.arange(job.num_rows)
     trie = build_trie(arena, group)
-    ordered = _best_order(job, arena, errors, layout, limits, trie)
+    ordered = _best_order(job, arena, errors, layout, limits, trie, scored)
     if ordered is None:  # pages of sharers do not fit into a budget that has room for each alone
         trie = build_trie(arena, np.arange(job.num_rows))
-        ordered = _best_order(job, arena, errors, layout, limits, trie)
+        ordered = _best_order(job, arena, errors, layout, limits, trie, scored)
         if ordered is None:
             raise RuntimeError("a row passed check_kv_budget and does not fit the budget")
         ordered = replace(ordered, name=f"{ordered.name}, nothing shared: the KV budget has no room for it")
@@ -160,6 +168,7 @@ def _best_order(
     layout: KVLayout,
     limits: Limits,
     trie: PrefixTrie,
+    scored: Scored,
 ) -> _Ordered | None:
     """The order that lets most sequences be in flight and then has the lowest peak; None if nothing fits.
 
@@ -168,7 +177,9 @@ def _best_order(
     """
     new_tokens = new_token_limits(job, arena, limits)
     orders = {name: trie.reordered(key) for name, key in child_orders(trie, job, new_tokens).items()}
-    sequences_of = {name: list_sequences(job, in_order, errors, new_tokens) for name, in_order in orders.items()}
+    sequences_of = {
+        name: list_sequences(job, in_order, errors, new_tokens, scored) for name, in_order in orders.items()
+    }
     page_size = limits.page_size
     while page_size:
         candidates = []
@@ -220,18 +231,23 @@ def _alternate(trie: PrefixTrie, key: npt.NDArray[np.float64]) -> npt.NDArray[np
 
 
 def list_sequences(
-    job: Job, trie: PrefixTrie, errors: Mapping[int, RowError], new_tokens: npt.NDArray[np.int64]
+    job: Job,
+    trie: PrefixTrie,
+    errors: Mapping[int, RowError],
+    new_tokens: npt.NDArray[np.int64],
+    scored: Scored | None = None,
 ) -> SequenceTable:
-    """Every sample of every row, in the order of `trie`; greedy twins only once."""
+    """Every sample of every row, in the order of `trie`; greedy and scored twins only once."""
+    scored = scored or Scored.none(job.num_rows)
     offsets = output_offsets(job, errors)
     rows = np.flatnonzero(trie.row_prompt >= 0)
     rows = rows[np.argsort(trie.row_prompt[rows], kind="stable")]
-    first_twin = _first_twins(job, rows, trie.row_prompt)
+    first_twin = _first_twins(job, rows, trie.row_prompt, scored)
     counts = np.where(first_twin == np.arange(len(rows)), job.params.column(_num_sequences, np.int64)[rows], 0)
     first_sequence = (np.cumsum(counts) - counts)[first_twin]
     row = np.repeat(rows, counts)
     num_outputs = np.diff(offsets)[rows]
-    sample = _count_up(num_outputs)
+    sample = count_up(num_outputs)
     is_greedy = np.repeat(job.params.column(lambda params: params.greedy, np.bool_)[rows], num_outputs)
     output_sequence = np.full(int(offsets[-1]), -1, np.int32)
     output_sequence[np.repeat(offsets[rows], num_outputs) + sample] = np.repeat(first_sequence, num_outputs) + np.where(
@@ -240,29 +256,30 @@ def list_sequences(
     return SequenceTable(
         prompt=trie.row_prompt[row],
         row=row.astype(np.int32),
-        sample=_count_up(counts).astype(np.int32),
+        sample=count_up(counts).astype(np.int32),
         max_new_tokens=new_tokens[row].astype(np.int32),
+        score_from=scored.score_from[row].astype(np.int32),
+        forced_token=np.where(scored.is_scored[row], scored.forced[row], np.int32(-1)),
         output_sequence=output_sequence,
         output_row=np.repeat(np.arange(job.num_rows, dtype=np.int32), np.diff(offsets)),
     )
 
 
-def _first_twins(job: Job, rows: npt.NDArray[np.int64], row_prompt: npt.NDArray[np.int32]) -> npt.NDArray[np.int64]:
+def _first_twins(
+    job: Job, rows: npt.NDArray[np.int64], row_prompt: npt.NDArray[np.int32], scored: Scored
+) -> npt.NDArray[np.int64]:
     """int64 [rows]: where in `rows` the first row stands that must give the same tokens, perhaps the row itself."""
     number: dict[SamplingParams | None, int] = {None: 0}
     what_decides = job.params.column(lambda params: number.setdefault(_what_decides(params), len(number)), np.int64)[
         rows
     ]
-    same_tokens = row_prompt[rows] * np.int64(len(number)) + what_decides
+    is_scored = scored.is_scored[rows]
+    distinct, kinds = np.unique(scored.kinds[rows[is_scored]], return_inverse=True)
+    what_decides[is_scored] = len(number) + kinds
+    same_tokens = row_prompt[rows] * np.int64(len(number) + len(distinct)) + what_decides
     _, first, twins = np.unique(same_tokens, return_index=True, return_inverse=True)
     first_twin: npt.NDArray[np.int64] = np.where(what_decides > 0, first[twins], np.arange(len(rows)))
     return first_twin
-
-
-def _count_up(counts: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
-    """0, 1, ... up to each of `counts` in turn."""
-    counted: npt.NDArray[np.int64] = np.arange(int(counts.sum())) - np.repeat(np.cumsum(counts) - counts, counts)
-    return counted
 
 
 def _num_sequences(params: SamplingParams) -> int:
