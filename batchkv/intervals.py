@@ -82,11 +82,13 @@ def minima(values: IntArray, lo: IntArray, hi: IntArray) -> Int64Array:
 
     Of runs of 1, 2, 4, ... values, two of the longest that an interval has room for cover it.
     """
-    least = np.full(len(lo), NO_MINIMUM)
-    lo, width, run, of_runs = lo.astype(np.int64), hi.astype(np.int64) - lo, 1, values.astype(np.int64)
+    least: Int64Array = np.full(len(lo), NO_MINIMUM)
+    of_runs: Int64Array = values.astype(np.int64)
+    first, width = lo.astype(np.int64), hi.astype(np.int64) - lo
+    run = 1
     while run <= width.max(initial=0):
         at = np.flatnonzero((width >= run) & (width < 2 * run))
-        least[at] = np.minimum(of_runs[lo[at]], of_runs[lo[at] + width[at] - run])
+        least[at] = np.minimum(of_runs[first[at]], of_runs[first[at] + width[at] - run])
         of_runs = np.minimum(of_runs[:-run], of_runs[run:])
         run *= 2
     return least

@@ -123,7 +123,7 @@ def make_plan(
         ValueError: a row is scored from before its second or behind its last token, or with other parameters.
     """
     scored = scored or Scored.none(job.num_rows)
-    scored.check(job.params, arena)
+    scored.check(job.params, arena, errors)
     group = None if limits.share_prefixes else np.arange(job.num_rows)
     trie = build_trie(arena, group)
     ordered = _best_order(job, arena, errors, layout, limits, trie, scored)

@@ -13,6 +13,7 @@ token of each child and what was forced there.
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass
 
 import numpy as np
@@ -60,22 +61,44 @@ class Scored:
         """int64 [rows]: equal for scored rows that have equal results after equal prompts."""
         return self.score_from << 32 | self.forced
 
-    def check(self, params: RowParams, arena: TokenArena) -> None:
-        """Looks at the rows that are scored and have tokens; others have an error.
+    def check(self, params: RowParams, arena: TokenArena, errors: Collection[int]) -> None:
+        """Looks at all rows that have no error.
 
         Raises:
-            ValueError: a row has nothing to score, or other parameters than `SCORING`.
+            ValueError: a row is scored from before its second or behind its last token, or with other parameters than
+                `SCORING`.
         """
-        rows = np.flatnonzero(self.is_scored & (arena.lengths > 0))
-        lengths, starts = arena.lengths[rows], self.score_from[rows]
-        for row in rows[(starts < 1) | (starts > lengths)][:1].tolist():
+        is_checked = self.is_scored.copy()
+        is_checked[list(errors)] = False
+        rows = np.flatnonzero(is_checked)
+        has_none = (self.score_from[rows] < 1) | (self.score_from[rows] > arena.lengths[rows])
+        for row in rows[has_none][:1].tolist():
             raise ValueError(
-                f"row {row}, with {arena.lengths[row] + 1} tokens, is scored from {self.score_from[row]}: "
-                f"must be from 1 to {arena.lengths[row]}"
+                f"row {row}, with {arena.lengths[row] + 1} tokens, is scored from token {self.score_from[row]} on: "
+                "must be one with a token before it"
             )
         is_scoring = params.column(lambda p: p.n == 1 and p.greedy and p.max_tokens == 1, np.bool_)
         for row in rows[~is_scoring[rows]][:1].tolist():
             raise ValueError(f"row {row} is scored, but its parameters are {params[row]}: give it {SCORING}")
+
+
+def split_last_tokens(arena: TokenArena, score_from: Int64Array) -> tuple[TokenArena, Scored]:
+    """From rows with all their tokens to the arena that is planned.
+
+    Args:
+        arena: contexts and continuations, or prompts of rows that are generated.
+        score_from: int64 [rows], where the continuation begins in a row; -1 for a row that is generated.
+    """
+    is_scored = (score_from >= 0) & (arena.lengths > 0)
+    if not is_scored.any():
+        return arena, Scored.none(arena.num_rows)
+    last = (arena.offsets[:-1] + arena.lengths - 1)[is_scored]
+    forced = np.full(arena.num_rows, -1, np.int32)
+    forced[is_scored] = arena.tokens[last]
+    # taken out, not left as a gap: prompts are sorted by all that lies between their offsets
+    taken_before = np.concatenate([[0], np.cumsum(is_scored)])
+    prompts = TokenArena(np.delete(arena.tokens, last), arena.offsets - taken_before, arena.lengths - is_scored)
+    return prompts, Scored(score_from, forced)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
