@@ -184,7 +184,7 @@ def test_what_is_shared_is_scored_once() -> None:
 def test_sequences_set_aside_and_nodes_prefilled_again(overlap: bool) -> None:
     """The samples of a first row end at once, so that more are let in than fit to their ends; these run on."""
     model = model_of("llama")
-    sampled = SamplingParams(n=2, max_tokens=30, temperature=1.0)
+    sampled = SamplingParams(n=2, max_tokens=20, temperature=1.0)
     rows = [Row((3,)), *job()]
     params = dict.fromkeys(rows, sampled)
     params[rows[0]] = replace(sampled, n=40, stop_token_ids=tuple(range(VOCAB_SIZE)))
