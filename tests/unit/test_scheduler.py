@@ -106,9 +106,8 @@ class Case:
     def plan(self) -> Plan:
         limits = self.limits(self.kv_bytes)
         assert not check_kv_budget(self.job, self.arena, self.layout, limits)
-        score_from, forced = (
-            np.array([row or (-1, -1) for row in self.scored or [None] * len(self.prompts)]).reshape(-1, 2).T
-        )
+        rows = [row or (-1, -1) for row in self.scored or [None] * len(self.prompts)]
+        score_from, forced = np.array(rows, np.int64).reshape(-1, 2).T
         scored = Scored(score_from, forced.astype(np.int32))
         return make_plan(self.job, self.arena, {}, self.layout, limits, scored=scored)
 
