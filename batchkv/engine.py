@@ -22,7 +22,7 @@ from batchkv.batch_invariance import row_multiple
 from batchkv.config import DEFAULT_MODEL, EngineConfig, parse_memory_size
 from batchkv.endings import Endings
 from batchkv.errors import UserError
-from batchkv.executor import Executor, Progress
+from batchkv.executor import Executor, OnEnded, Progress
 from batchkv.fingerprint import model_fingerprint, tokenizer_fingerprint
 from batchkv.io.read import Jobs, JobSource, open_jobs
 from batchkv.job_plan import JobPlan, PlanTotals
@@ -126,7 +126,7 @@ class Engine:
                 sampling or SamplingParams(),
                 self.tokenizer,
                 self._facts,
-                self._limits(),
+                self.limits(),
                 tokens,
                 limit=limit,
             )
@@ -264,20 +264,22 @@ class Engine:
         totals = PlanTotals()
         for whole in waves(rows):
             with metrics.timed("plan"):
-                prepared = prepare_wave(whole, ledger.done, self.layout, self._limits())
+                prepared = prepare_wave(whole, ledger.done, self.layout, self.limits())
             ledger.reject(prepared.errors)
             totals = totals.plus(prepared.plan)
             on_event("wave", prepared.plan.numbers())
-            self._execute_wave(prepared, ledger, metrics, progress)
+            writer = Writer(prepared.wave, prepared.plan.sequences, prepared.cached, self._detokenize, ledger)
+            self.execute_wave(prepared, writer.write, metrics, progress)
         metrics.elapsed_s = metrics.load_s + perf_counter() - started
         return FinishedRun(rows, ledger, totals, metrics, self._how(metrics))
 
-    def _execute_wave(self, prepared: PreparedWave, ledger: Ledger, metrics: RunMetrics, progress: Progress) -> None:
+    def execute_wave(self, prepared: PreparedWave, on_ended: OnEnded, metrics: RunMetrics, progress: Progress) -> None:
+        """Computes all outputs of a wave; `on_ended` gets them as they end."""
         if not prepared.wave.num_outputs:
             return
         with _launching_on(self.device), paged_attention_of(self.model):
             with metrics.timed("plan"):
-                executor = self._executor(prepared, ledger, metrics, progress)
+                executor = self._executor(prepared, on_ended, metrics, progress)
             try:
                 executor.run()
             except torch.OutOfMemoryError as error:
@@ -299,7 +301,8 @@ class Engine:
             **asdict(sampling),
         )
 
-    def _limits(self) -> Limits:
+    def limits(self) -> Limits:
+        """What plans for this engine have to keep to, now."""
         return self._facts.plan_limits(
             self.config, kv_bytes=kv_budget_bytes(self.config, self.device), device_type=self.device.type
         )
@@ -313,7 +316,7 @@ class Engine:
             "decode_graphs": metrics.decode_graphs,
         }
 
-    def _executor(self, prepared: PreparedWave, ledger: Ledger, metrics: RunMetrics, progress: Progress) -> Executor:
+    def _executor(self, prepared: PreparedWave, on_ended: OnEnded, metrics: RunMetrics, progress: Progress) -> Executor:
         plan, wave = prepared.plan, prepared.wave
         sequences = plan.sequences
         params = [wave.params[request] for request in sequences.row.tolist()]
@@ -338,7 +341,7 @@ class Engine:
             max_batch_tokens=self.config.batch_tokens(self.device.type),
             overlap=self._overlap,
             metrics=metrics,
-            on_ended=Writer(wave, sequences, prepared.cached, self._detokenize, ledger).write,
+            on_ended=on_ended,
             progress=progress,
         )
 

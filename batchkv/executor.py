@@ -24,8 +24,9 @@ from batchkv.job_plan import Plan
 from batchkv.kv_layout import KVLayout
 from batchkv.metrics import RunMetrics
 from batchkv.model_runner import ModelRunner
-from batchkv.sampler import SamplingBatch, sample
+from batchkv.sampler import SamplingBatch, sample, score
 from batchkv.scheduler import Scheduler
+from batchkv.scoring import Scores, build_score_table
 from batchkv.sequence import GeneratedTokens
 from batchkv.step import Step
 from batchkv.token_arena import TokenArena
@@ -91,12 +92,16 @@ class Executor:
     ) -> None:
         self._runner, self._sampling, self._endings = runner, sampling, endings
         self._metrics, self._on_ended, self._progress = metrics, on_ended, progress
+        self._plan = plan
         self._generated = GeneratedTokens(len(plan.sequences))
+        self._score_table = build_score_table(plan.trie, plan.sequences, arena)
+        self._scores = Scores(len(self._score_table))
         self._scheduler = Scheduler(
             plan,
             arena,
             layout,
             self._generated,
+            self._score_table,
             max_batch_rows=max_batch_rows,
             max_batch_tokens=max_batch_tokens,
         )
@@ -130,14 +135,15 @@ class Executor:
         self._runner.release()
 
     def _draw(self, launched: _Launched | None) -> _Drawn | None:
-        """Has the device sample from a step's logits. All steps before it are finished."""
+        """Has the device sample from a step's logits and score with them. All steps before it are finished."""
         if launched is None:
             return None
         started = perf_counter()
         step = launched.step
         positions = self._generated.lengths[step.sampled].astype(np.int64)
         sampled = sample(launched.logits, self._sampling.take(step.sampled), positions, step.sampled_logits)
-        results = HostCopies(sampled.token_ids, sampled.logprobs, sampled.is_valid)
+        scored = score(launched.logits, step.scored_logits, self._score_table.target[step.scored])
+        results = HostCopies(sampled.token_ids, sampled.logprobs, sampled.is_valid, scored.logprobs, scored.is_greedy)
         self._sampling_s += perf_counter() - started
         return _Drawn(step, sampled.token_ids, results)
 
@@ -145,14 +151,17 @@ class Executor:
         """Waits for what a step drew, and does what follows from it: tokens, endings, completions, memory."""
         if drawn is None:
             return
-        step, (token_ids, logprobs, is_valid) = drawn.step, drawn.results.wait()
+        step, (token_ids, logprobs, is_valid, *scores) = drawn.step, drawn.results.wait()
         started = perf_counter()
+        self._scores.store(step.scored, *scores)
+        self._metrics.scored_tokens += len(step.scored)
+        self._collect_scored(step.scored_sequences)
         at = np.flatnonzero(~self._has_ended[step.sampled])  # the others had a row that nobody needs
         endings = np.full(len(step.sampled), Ending.NONE, np.int8)
         endings[at] = self._append(step.sampled[at], token_ids[at], logprobs[at], is_valid[at])
         self._sampling_s += perf_counter() - started
         self._scheduler.update(step, endings != Ending.NONE)
-        self._progress(int((endings != Ending.NONE).sum()), len(at))
+        self._progress(int((endings != Ending.NONE).sum()) + len(step.scored_sequences), len(at))
         self._metrics.wasted_rows += len(step.sampled) - len(at)
         self._count(step)
 
@@ -191,6 +200,23 @@ class Executor:
             logprobs=self._generated.logprobs(sequence).copy(),
             finish_reason="length" if ending == Ending.LENGTH else "stop",
             stop_string=self._endings.stop_string(sequence),
+        )
+
+    def _collect_scored(self, sequences: Int64Array) -> None:
+        """Completions of sequences that have all their scores; none where one of these is of no distribution."""
+        if len(sequences):
+            self._on_ended([(sequence, self._scored_completion(sequence)) for sequence in sequences.tolist()])
+
+    def _scored_completion(self, sequence: int) -> Completion | None:
+        entries = self._score_table.entries_of(sequence, self._plan.trie, self._plan.sequences)
+        logprobs = self._scores.logprobs[entries]
+        if np.isnan(logprobs).any():
+            return None
+        return Completion(
+            token_ids=self._score_table.target[entries],
+            logprobs=logprobs,
+            finish_reason="length",
+            is_greedy=self._scores.is_greedy[entries],
         )
 
     def _count(self, step: Step) -> None:

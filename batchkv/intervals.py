@@ -10,6 +10,8 @@ import numpy.typing as npt
 IntArray = npt.NDArray[np.int32] | npt.NDArray[np.int64]
 Int64Array = npt.NDArray[np.int64]
 
+NO_MINIMUM = np.int64(np.iinfo(np.int64).max)
+
 
 @dataclass(frozen=True, slots=True)
 class Intervals:
@@ -73,6 +75,29 @@ def sums_from_root(values: IntArray, lo: IntArray, hi: IntArray) -> Int64Array:
     np.subtract.at(change, subtree_ends(lo, hi), values)
     total: Int64Array = np.cumsum(change[:-1])
     return total
+
+
+def minima(values: IntArray, lo: IntArray, hi: IntArray) -> Int64Array:
+    """int64 [intervals]: the least of `values` in each of the intervals `[lo, hi)`; `NO_MINIMUM` for an empty one.
+
+    Of runs of 1, 2, 4, ... values, two of the longest that an interval has room for cover it.
+    """
+    least: Int64Array = np.full(len(lo), NO_MINIMUM)
+    of_runs: Int64Array = values.astype(np.int64)
+    first, width = lo.astype(np.int64), hi.astype(np.int64) - lo
+    run = 1
+    while run <= width.max(initial=0):
+        at = np.flatnonzero((width >= run) & (width < 2 * run))
+        least[at] = np.minimum(of_runs[first[at]], of_runs[first[at] + width[at] - run])
+        of_runs = np.minimum(of_runs[:-run], of_runs[run:])
+        run *= 2
+    return least
+
+
+def count_up(counts: IntArray) -> Int64Array:
+    """0, 1, ... up to each of `counts` in turn."""
+    counted: Int64Array = np.arange(int(counts.sum())) - np.repeat(np.cumsum(counts, dtype=np.int64) - counts, counts)
+    return counted
 
 
 def _last_smaller(values: Int64Array) -> Int64Array:

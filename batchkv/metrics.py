@@ -17,6 +17,7 @@ class RunMetrics:
     prefill_tokens: int = 0
     recomputed_tokens: int = 0
     generated_tokens: int = 0
+    scored_tokens: int = 0  # log-probabilities computed of given tokens; what several rows share counts once
     preempted_sequences: int = 0
     steps: int = 0
     wasted_rows: int = 0  # of sequences that had ended when the step ran, which was not known when it was scheduled

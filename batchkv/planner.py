@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from batchkv.errors import RowError
-from batchkv.intervals import subtree_ends
+from batchkv.intervals import count_up, subtree_ends
 from batchkv.job_plan import TOP_PREFIXES, Plan, SharedPrefix, rows_below
 from batchkv.kv_layout import KVLayout
 from batchkv.memory_plan import (
@@ -25,7 +25,7 @@ from batchkv.sampling_params import SamplingParams
 from batchkv.sequence import SequenceTable
 from batchkv.token_arena import TokenArena
 from batchkv.trie import PrefixTrie, build_trie
-from batchkv.wave import Wave, count_up
+from batchkv.wave import Wave
 
 _PREVIEW_TOKENS = 24
 
@@ -105,7 +105,12 @@ def make_plan(wave: Wave, layout: KVLayout, limits: Limits, detokenize: Detokeni
         layout: KV of the model.
         limits: memory and batch limits.
         detokenize: shows in `Plan.shared` how prefixes begin.
+
+    Raises:
+        ValueError: a request is scored from before its second or behind its last token, or with other parameters than
+            `SCORING`.
     """
+    wave.scored.check(wave.params, wave.arena)
     group = wave.group if limits.share_prefixes else np.arange(wave.num_requests)
     trie = build_trie(wave.arena, group)
     ordered = _best_order(wave, layout, limits, trie)
@@ -201,7 +206,7 @@ def _alternate(trie: PrefixTrie, key: npt.NDArray[np.float64]) -> npt.NDArray[np
 
 
 def list_sequences(wave: Wave, trie: PrefixTrie, new_tokens: npt.NDArray[np.int64]) -> SequenceTable:
-    """Every output of the wave, in the order of `trie`; greedy samples and greedy twins only once."""
+    """Every output of the wave, in the order of `trie`; greedy samples, and greedy and scored twins, only once."""
     requests = np.argsort(trie.row_prompt, kind="stable")
     first_twin = _first_twins(wave, requests, trie.row_prompt)
     outputs = np.bincount(wave.output_request, minlength=wave.num_requests)
@@ -219,17 +224,23 @@ def list_sequences(wave: Wave, trie: PrefixTrie, new_tokens: npt.NDArray[np.int6
         row=request.astype(np.int32),
         sample=wave.output_sample[first_output[request] + count_up(counts)].astype(np.int32),
         max_new_tokens=new_tokens[request].astype(np.int32),
+        score_from=wave.scored.score_from[request].astype(np.int32),
+        forced_token=np.where(wave.scored.is_scored[request], wave.scored.forced[request], np.int32(-1)),
         output_sequence=sequence_of_output.astype(np.int32),
     )
 
 
 def _first_twins(wave: Wave, rows: npt.NDArray[np.int64], row_prompt: npt.NDArray[np.int32]) -> npt.NDArray[np.int64]:
-    """int64 [requests]: where in `rows` the first one stands that must give the same tokens, perhaps itself."""
+    """int64 [requests]: where in `rows` the first one stands that must give the same result, perhaps itself."""
+    scored = wave.scored
     number: dict[SamplingParams | None, int] = {None: 0}
     what_decides = wave.params.column(lambda params: number.setdefault(_what_decides(params), len(number)), np.int64)[
         rows
     ]
-    same_tokens = row_prompt[rows] * np.int64(len(number)) + what_decides
+    is_scored = scored.is_scored[rows]
+    distinct, kinds = np.unique(scored.kinds[rows[is_scored]], return_inverse=True)
+    what_decides[is_scored] = len(number) + kinds
+    same_tokens = row_prompt[rows] * np.int64(len(number) + len(distinct)) + what_decides
     _, first, twins = np.unique(same_tokens, return_index=True, return_inverse=True)
     first_twin: npt.NDArray[np.int64] = np.where(what_decides > 0, first[twins], np.arange(len(rows)))
     return first_twin

@@ -107,7 +107,8 @@ class Residency:
 
     def finish(self, sequence: int, num_generated: int) -> None:
         """The sequence has ended: it goes, and with it the nodes that it was the last to need."""
-        self._ended_shares.add(num_generated / float(self._plan.sequences.max_new_tokens[sequence]))
+        if self._plan.sequences.score_from[sequence] < 0:
+            self._ended_shares.add(num_generated / float(self._plan.sequences.max_new_tokens[sequence]))
         if self._in_flight[sequence]:
             self.withdraw(sequence)
         for node in self._plan.trie.path(self.node_of(sequence)):

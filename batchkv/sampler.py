@@ -1,10 +1,10 @@
-"""From logits to the next token of every row, and its log-probability.
+"""From logits to the next token of every row, or the one given, and its log-probability.
 
 The filters and their order are those of transformers: temperature, top_k, top_p, min_p. (vLLM applies min_p
 before top_k and top_p, which gives other samples where min_p meets top_p.)
 
-Shape suffixes: L rows of logits, B rows that are drawn, V vocabulary, W the W largest logits of a row in descending
-order, N blocks of _BLOCK tokens, K tokens of one block.
+Shape suffixes: L rows of logits, B rows that are drawn, M tokens that are scored, U rows of logits that these have, V
+vocabulary, W the W largest logits of a row in descending order, N blocks of _BLOCK tokens, K tokens of one block.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -140,6 +141,51 @@ def sample(
     return Sampled(token_ids_B, logprobs_B, best_B.isfinite())
 
 
+@dataclass(frozen=True, slots=True)
+class ScoredTokens:
+    """What the model says of M given tokens, on the device of the logits, which may still be computing it.
+
+    Attributes:
+        logprobs: float32 [M], log-softmax of the logits at the token; NaN where they hold a NaN or a +inf, or mask
+            every token with -inf.
+        is_greedy: bool [M], whether it is the likeliest token, the lowest id among equals.
+    """
+
+    logprobs: torch.Tensor
+    is_greedy: torch.Tensor
+
+
+@torch.no_grad()
+def score(logits_LV: torch.Tensor, rows: npt.NDArray[np.int64], targets: npt.NDArray[np.integer[Any]]) -> ScoredTokens:
+    """Log-probabilities of given tokens at temperature 1: the bits that `sample` gives greedy rows with these tokens.
+
+    A token's result does not depend on the others.
+
+    Args:
+        logits_LV: fp32, bf16 or fp16 on any device. Not changed.
+        rows: int64 [M], which of the L logits each token is scored with; each of them is worked on once.
+        targets: int [M], the tokens, in the vocabulary.
+    """
+    device = logits_LV.device
+    if len(rows) == 0:
+        return ScoredTokens(torch.empty(0, device=device), torch.empty(0, dtype=torch.bool, device=device))
+    distinct, which = np.unique(rows, return_inverse=True)
+    best_U, log_mass_U, likeliest_U = (
+        torch.empty(len(distinct), dtype=dtype, device=device) for dtype in (torch.float32, torch.float64, torch.int64)
+    )
+    step = _chunk_rows(logits_LV)
+    for start in range(0, len(distinct), step):
+        part = slice(start, start + step)
+        logits_BV = _select(logits_LV, distinct[part])
+        best_U[part], likeliest_U[part] = logits_BV.max(-1)  # documented to be the first of equals
+        weights_BNK = _weights(logits_BV, best_U[part], torch.ones_like(best_U[part]))
+        log_mass_U[part] = weights_BNK.sum(-1).double().sum(-1).log()
+    rows_M, which_M, targets_M = (to_device(a.astype(np.int64), device) for a in (rows, which, targets))
+    best_M = best_U[which_M]
+    logprobs_M = (logits_LV[rows_M, targets_M].float() - best_M - log_mass_U[which_M]).float()
+    return ScoredTokens(logprobs_M.masked_fill(~best_M.isfinite(), torch.nan), likeliest_U[which_M] == targets_M)
+
+
 class _Kind(IntEnum):
     """What a row needs. Rows of a kind are worked on together, so that none pays for another's filters."""
 
@@ -176,8 +222,7 @@ class _Rows:
 
 def _chunks(batch: SamplingBatch, logits_LV: torch.Tensor) -> Iterator[tuple[_Kind, npt.NDArray[np.int64]]]:
     """Every row once: rows of one kind at a time, ascending, as many as fit the memory for temporaries."""
-    chunk_bytes = _CHUNK_BYTES_CPU if logits_LV.device.type == "cpu" else _CHUNK_BYTES
-    step = max(1, chunk_bytes // (4 * logits_LV.shape[1]))
+    step = _chunk_rows(logits_LV)
     filtered_B = (batch.top_k > 0) | (batch.top_p < 1) | (batch.min_p > 0)
     kind_B = np.where(filtered_B, _Kind.FILTERED, _Kind.UNFILTERED)
     kind_B[batch.temperature == 0] = _Kind.GREEDY
@@ -185,6 +230,12 @@ def _chunks(batch: SamplingBatch, logits_LV: torch.Tensor) -> Iterator[tuple[_Ki
         rows = np.flatnonzero(kind_B == kind)
         for start in range(0, len(rows), step):
             yield kind, rows[start : start + step]
+
+
+def _chunk_rows(logits_LV: torch.Tensor) -> int:
+    """How many rows are worked on at once."""
+    chunk_bytes = _CHUNK_BYTES_CPU if logits_LV.device.type == "cpu" else _CHUNK_BYTES
+    return max(1, chunk_bytes // (4 * logits_LV.shape[1]))
 
 
 def _select(logits_LV: torch.Tensor, rows: npt.NDArray[np.int64]) -> torch.Tensor:

@@ -17,11 +17,14 @@ from batchkv.job_plan import Plan
 from batchkv.kv_cache import Appended, in_few_rounds
 from batchkv.kv_layout import KVLayout
 from batchkv.residency import Residency
+from batchkv.scoring import ScoreTable, build_score_table
 from batchkv.sequence import GeneratedTokens
 from batchkv.step import AttentionBatch, Step
 from batchkv.token_arena import TokenArena
 
 Int64Array = npt.NDArray[np.int64]
+
+_NOTHING = np.zeros(0, np.int64)
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +54,8 @@ class _Rows:
         token_ids, token_sources: int64 [tokens], row by row, as in `Step`.
         appended: where the tokens go.
         sampled, sampled_row: int64 [sequences], who samples from the last token of which of these rows.
+        scored, scored_token: int64 [entries], entries of the score table, and which of these tokens each is scored at.
+        scored_sequences: int64 [sequences], who has all scores with these rows.
         completes: the prefill that the chunk is the last one of.
     """
 
@@ -62,6 +67,9 @@ class _Rows:
     appended: Appended
     sampled: Int64Array
     sampled_row: Int64Array
+    scored: Int64Array
+    scored_token: Int64Array
+    scored_sequences: Int64Array
     completes: Prefill | None = None
 
 
@@ -77,6 +85,7 @@ class Scheduler:
         arena: the prompts.
         layout: KV of the model.
         generated: the tokens, which the caller appends between `schedule` and `update` of the step that sampled them.
+        scores: what is scored in the plan; built here if it is not given.
         max_batch_rows: most sequences in flight.
         max_batch_tokens: most tokens in a step.
     """
@@ -87,12 +96,15 @@ class Scheduler:
         arena: TokenArena,
         layout: KVLayout,
         generated: GeneratedTokens,
+        scores: ScoreTable | None = None,
         *,
         max_batch_rows: int,
         max_batch_tokens: int,
     ) -> None:
         self.preempted_sequences = 0
         self._plan, self._arena, self._generated = plan, arena, generated
+        self._scores = build_score_table(plan.trie, plan.sequences, arena) if scores is None else scores
+        self._is_scored = plan.sequences.is_scored
         self._windows = layout.windows
         self._max_batch_rows, self._max_batch_tokens = max_batch_rows, max_batch_tokens
         self._residency = Residency(plan, layout.windows)
@@ -156,7 +168,9 @@ class Scheduler:
         self._cache.trim(np.concatenate([part.handles for part in parts]))
         self._drawn[step.sampled] += 1
         self._place[step.sampled] = np.arange(len(step.sampled))
+        self._drawn[step.scored_sequences] = 1
         full = step.sampled[self._drawn[step.sampled] >= self._plan.sequences.max_new_tokens[step.sampled]]
+        full = np.concatenate([full, step.scored_sequences])
         self._has_ended[full] = True
         for prefill in (part.completes for part in parts):
             if isinstance(prefill, SequencePrefill):
@@ -273,6 +287,9 @@ class Scheduler:
                 appended=self._cache.append(handles, counts),
                 sampled=sequences,
                 sampled_row=np.arange(len(sequences)),
+                scored=_NOTHING,
+                scored_token=_NOTHING,
+                scored_sequences=_NOTHING,
             )
         ]
 
@@ -295,7 +312,9 @@ class Scheduler:
             return None
         counts = np.array([count])
         is_last = count == len(rest)
-        sampled = self._samplers(prefill) if is_last else np.zeros(0, np.int64)
+        ready = self._ready(prefill) if is_last else _NOTHING
+        sampled = ready[~self._is_scored[ready]]
+        scored, scored_token = self._scored_in(prefill, start + len(token_ids) - len(rest), count)
         return _Rows(
             order=np.array([order]),
             handles=handles,
@@ -305,14 +324,28 @@ class Scheduler:
             appended=self._cache.append(handles, counts),
             sampled=sampled,
             sampled_row=np.zeros_like(sampled),
+            scored=scored,
+            scored_token=scored_token,
+            scored_sequences=ready[self._is_scored[ready]],
             completes=prefill if is_last else None,
         )
 
-    def _samplers(self, prefill: Prefill) -> Int64Array:
-        """Sequences that get their first token when this prefill is complete."""
+    def _scored_in(self, prefill: Prefill, start: int, count: int) -> tuple[Int64Array, Int64Array]:
+        """What is scored at the `count` tokens from `start` on, and which of them each is scored at.
+
+        Nothing is scored again when a node is prefilled again.
+        """
+        if isinstance(prefill, SequencePrefill) or len(self._scores) == 0:
+            return _NOTHING, _NOTHING
+        scored_to = int(self._prefilled_to[prefill.node])
+        entries = self._scores.entries_in(prefill.node, max(start, scored_to), start + count)
+        return entries, self._scores.position[entries].astype(np.int64) - start
+
+    def _ready(self, prefill: Prefill) -> Int64Array:
+        """Sequences that get their first token, or the last of their scores, when this prefill is complete."""
         prompt = int(self._prompt_of_node[prefill.node]) if isinstance(prefill, NodePrefill) else -1
         if prompt < 0:
-            return np.zeros(0, np.int64)
+            return _NOTHING
         sequences = np.arange(self._first_sequence[prompt], self._first_sequence[prompt + 1])
         wants: npt.NDArray[np.bool_] = (self._drawn[sequences] == 0) & ~self._has_ended[sequences]
         return sequences[wants]
@@ -344,15 +377,25 @@ class Scheduler:
         new_row[order] = np.arange(len(order))
         rows_before = np.cumsum([0] + [len(part.handles) for part in parts[:-1]])
         sampled_row = np.concatenate([part.sampled_row + n for part, n in zip(parts, rows_before, strict=True)])
-        wanted, sampled_logits = np.unique(new_row[sampled_row], return_inverse=True)
+        new_token = np.empty_like(token)
+        new_token[token] = np.arange(len(token))
+        tokens_before = np.cumsum([0] + [len(part.token_ids) for part in parts[:-1]])
+        scored_token = np.concatenate([part.scored_token + n for part, n in zip(parts, tokens_before, strict=True)])
+        sampled = np.concatenate([part.sampled for part in parts])
+        logits_tokens, logits = np.unique(
+            np.concatenate([cu_seqlens[1:][new_row[sampled_row]] - 1, new_token[scored_token]]), return_inverse=True
+        )
         return Step(
             token_ids=np.concatenate([part.token_ids for part in parts])[token],
             token_sources=np.concatenate([part.token_sources for part in parts])[token],
             positions=attention[0].query_positions,
             attention=attention,
-            logits_tokens=cu_seqlens[1:][wanted] - 1,
-            sampled=np.concatenate([part.sampled for part in parts]),
-            sampled_logits=sampled_logits,
+            logits_tokens=logits_tokens,
+            sampled=sampled,
+            sampled_logits=logits[: len(sampled)],
+            scored=np.concatenate([part.scored for part in parts]),
+            scored_logits=logits[len(sampled) :],
+            scored_sequences=np.concatenate([part.scored_sequences for part in parts]),
             prefill_tokens=prefill_tokens,
             recomputed_tokens=recomputed_tokens,
             pages_held=self._cache.num_held,

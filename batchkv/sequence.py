@@ -1,4 +1,4 @@
-"""What is generated: one sequence per distinct (prompt, sample), in execution order, and the tokens it has so far."""
+"""What is generated or scored: one sequence per distinct (prompt, sample), in execution order; its tokens so far."""
 
 from __future__ import annotations
 
@@ -15,13 +15,17 @@ class SequenceTable:
     """All sequences of a wave, numbered in execution order (depth-first over the trie).
 
     Requests that must give the same tokens (greedy, same prompt, same parameters) are one sequence, fanned out to their
-    outputs.
+    outputs. A sequence that is scored has a prompt up to the last but one of the tokens given, and that last one in
+    place of a generated one.
 
     Attributes:
         prompt: int32 [sequences], the prompt in the trie; never decreases.
         row: int32 [sequences], the (first) request it is generated for.
         sample: int32 [sequences], which of the request's samples.
-        max_new_tokens: int32 [sequences], generated tokens at most: `max_tokens`, or what the context leaves.
+        max_new_tokens: int32 [sequences], generated tokens at most: `max_tokens`, or what the context leaves; 1 for
+            one that is scored.
+        score_from: int32 [sequences], the position of the first token that is scored; -1 for one that is generated.
+        forced_token: int32 [sequences], what follows the prompt of one that is scored; -1 for one that is generated.
         output_sequence: int32 [outputs], the sequence of each output of the wave.
     """
 
@@ -29,10 +33,17 @@ class SequenceTable:
     row: Int32Array
     sample: Int32Array
     max_new_tokens: Int32Array
+    score_from: Int32Array
+    forced_token: Int32Array
     output_sequence: Int32Array
 
     def __len__(self) -> int:
         return len(self.prompt)
+
+    @property
+    def is_scored(self) -> npt.NDArray[np.bool_]:
+        """bool [sequences]"""
+        return self.score_from >= 0
 
 
 class GeneratedTokens:

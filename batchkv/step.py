@@ -65,6 +65,9 @@ class Step:
         logits_tokens: int64 [L], the tokens of the step whose logits are wanted.
         sampled: int64 [N], sequences that get their next token from this step.
         sampled_logits: int64 [N], which of the L logits each of them samples from (all samples of a prompt from one).
+        scored: int64 [M], entries of the `ScoreTable`: given tokens that get their log-probability from this step.
+        scored_logits: int64 [M], which of the L logits each of them is scored with.
+        scored_sequences: int64 [S], sequences that have all their scores with this step, and end.
         prefill_tokens: tokens that go through the model as prompt, recomputed ones included.
         recomputed_tokens: of these, tokens that went through it before and were given up under memory pressure.
         pages_held: int64 [groups], KV pages in use while the step runs.
@@ -77,6 +80,9 @@ class Step:
     logits_tokens: Int64Array
     sampled: Int64Array
     sampled_logits: Int64Array
+    scored: Int64Array
+    scored_logits: Int64Array
+    scored_sequences: Int64Array
     prefill_tokens: int
     recomputed_tokens: int
     pages_held: Int64Array

@@ -8,7 +8,9 @@ from dataclasses import dataclass, replace
 import numpy as np
 import numpy.typing as npt
 
+from batchkv.intervals import count_up
 from batchkv.sampling_params import RowParams, SamplingParams
+from batchkv.scoring import Scored
 from batchkv.token_arena import TokenArena
 
 Int64Array = npt.NDArray[np.int64]
@@ -24,6 +26,7 @@ class Wave:
         arena: their prompts, none of them empty.
         params: how each is sampled.
         keys: uint64 [R], from `random_numbers.row_key`.
+        scored: which of them are given continuations.
         group: int64 [R], requests of different groups share nothing.
         row: int64 [R], the row of the job that each belongs to.
         output_request: int64 [O], whose output each is; never decreases.
@@ -33,13 +36,14 @@ class Wave:
     arena: TokenArena
     params: RowParams
     keys: npt.NDArray[np.uint64]
+    scored: Scored
     group: Int64Array
     row: Int64Array
     output_request: Int64Array
     output_sample: Int64Array
 
     @classmethod
-    def of(cls, arena: TokenArena, params: RowParams | Sequence[SamplingParams]) -> Wave:
+    def of(cls, arena: TokenArena, params: RowParams | Sequence[SamplingParams], scored: Scored | None = None) -> Wave:
         """Every sample of every prompt, each its own row, with keys that are their numbers."""
         params = params if isinstance(params, RowParams) else RowParams.of(params)
         number = np.arange(arena.num_rows)
@@ -48,6 +52,7 @@ class Wave:
             arena=arena,
             params=params,
             keys=number.astype(np.uint64),
+            scored=scored or Scored.none(arena.num_rows),
             group=np.zeros_like(number),
             row=number,
             output_request=np.repeat(number, counts),
@@ -78,14 +83,9 @@ class Wave:
             arena=self.arena.take(requests),
             params=self.params.take(requests),
             keys=self.keys[requests],
+            scored=self.scored.take(requests),
             group=self.group[requests],
             row=self.row[requests],
             output_request=new_number[self.output_request[kept]],
             output_sample=self.output_sample[kept],
         )
-
-
-def count_up(counts: Int64Array) -> Int64Array:
-    """0, 1, ... up to each of `counts` in turn."""
-    counted: Int64Array = np.arange(int(counts.sum())) - np.repeat(np.cumsum(counts) - counts, counts)
-    return counted

@@ -7,9 +7,11 @@ from collections.abc import Iterator
 import numpy as np
 import numpy.typing as npt
 
+from batchkv.intervals import count_up
 from batchkv.partition import partition
 from batchkv.rows import Rows
-from batchkv.wave import Int64Array, Wave, count_up
+from batchkv.scoring import Scored
+from batchkv.wave import Int64Array, Wave
 
 # A job of fewer outputs and tokens is one wave, and every prefix in it is computed once. Larger ones are split, so that
 # the memory for planning does not grow with the job.
@@ -51,6 +53,7 @@ def wave_of(rows: Rows, picked: Int64Array) -> Wave:
         arena=rows.arena.take(picked),
         params=params,
         keys=rows.keys[picked],
+        scored=Scored.none(len(picked)),
         group=rows.tenants[picked].astype(np.int64),
         row=picked,
         output_request=np.repeat(np.arange(len(picked)), counts),

@@ -27,19 +27,23 @@ Detokenize = Callable[[list[npt.NDArray[np.int32]]], list[str] | list[None]]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Completion:
-    """One generated sample. Rows that are exact duplicates may share the object.
+    """One generated sample, or a continuation that was scored. Rows that are exact duplicates may share the object.
 
     Attributes:
-        token_ids: int32 [generated], the end token included.
-        logprobs: float32 [generated], of the sampled tokens.
-        finish_reason: `stop` at an end token or stop string, `length` at `max_tokens` or the context's end.
+        token_ids: int32 [generated], the end token included; those given, where they were scored.
+        logprobs: float32 [generated], of these tokens.
+        finish_reason: `stop` at an end token or stop string, `length` at `max_tokens`, at the context's end or at the
+            end of what was given.
         stop_string: the stop string that ended it, if one did.
+        is_greedy: bool [generated], whether greedy decoding would have taken the given token after those before it;
+            None where nothing was given.
     """
 
     token_ids: npt.NDArray[np.int32]
     logprobs: npt.NDArray[np.float32]
     finish_reason: Literal["stop", "length"]
     stop_string: str | None = None
+    is_greedy: npt.NDArray[np.bool_] | None = None
 
 
 class Writer:

@@ -37,7 +37,8 @@ class Work:
 def table_of(prompts: list[int], new_tokens: list[int]) -> SequenceTable:
     """Sequences of `prompts`; what they are for does not matter here."""
     number = np.arange(len(prompts), dtype=np.int32)
-    return SequenceTable(np.array(prompts, np.int32), number, number, np.array(new_tokens, np.int32), number, number)
+    new, none = np.array(new_tokens, np.int32), np.full_like(number, -1)
+    return SequenceTable(np.array(prompts, np.int32), number, number, new, none, none, number, number)
 
 
 @st.composite

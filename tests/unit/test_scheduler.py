@@ -25,6 +25,7 @@ from batchkv.memory_plan import LEAST_SLACK_PAGES, page_costs
 from batchkv.planner import Limits, check_kv_budget, list_sequences, make_plan
 from batchkv.sampling_params import SamplingParams
 from batchkv.scheduler import Scheduler
+from batchkv.scoring import SCORING, Scored, build_score_table
 from batchkv.sequence import GeneratedTokens
 from batchkv.step import AttentionBatch, Step
 from batchkv.token_arena import TokenArena
@@ -53,6 +54,7 @@ LAYOUTS = {
 class Case:
     """A job and its limits.
 
+    A row that is scored has its first scored position and its last token in `scored`; its parameters are `SCORING`.
     Sample `s` of row `r` ends with `ends_at[r][s % len]` tokens at the latest; if (r, s) is in `fails`, the last of
     them cannot be sampled.
     """
@@ -67,6 +69,7 @@ class Case:
     share_prefixes: bool = True
     ends_at: tuple[tuple[int, ...], ...] = ()
     fails: frozenset[tuple[int, int]] = frozenset()
+    scored: tuple[tuple[int, int] | None, ...] = ()
 
     @cached_property
     def arena(self) -> TokenArena:
@@ -74,7 +77,9 @@ class Case:
 
     @cached_property
     def wave(self) -> Wave:
-        return Wave.of(self.arena, self.params)
+        rows = [row or (-1, -1) for row in self.scored or [None] * len(self.prompts)]
+        score_from, forced = np.array(rows, np.int64).reshape(-1, 2).T
+        return Wave.of(self.arena, self.params, Scored(score_from, forced.astype(np.int32)))
 
     @cached_property
     def prefixes(self) -> set[Text]:
@@ -201,11 +206,14 @@ class Driver:
         self.case, self.overlap, self.plan = case, overlap, case.plan()
         num_sequences = len(self.plan.sequences)
         self.generated = GeneratedTokens(num_sequences)
+        self.table = build_score_table(self.plan.trie, self.plan.sequences, case.arena)
+        self.scored: dict[int, Text] = {}  # the text before each entry that has been scored
         self.scheduler = Scheduler(
             self.plan,
             case.arena,
             case.layout,
             self.generated,
+            self.table,
             max_batch_rows=case.max_batch_rows,
             max_batch_tokens=case.max_batch_tokens,
         )
@@ -229,6 +237,7 @@ class Driver:
         if launched is not None:
             self._finish(launched)
         assert (self.ended_in >= 0).all()
+        assert len(self.scored) == len(self.table)
         assert not self.scheduler._cache.num_held.any()
         assert self.scheduler._cache.num_sequences == 1  # the empty root
         self.run.preempted = self.scheduler.preempted_sequences
@@ -253,12 +262,31 @@ class Driver:
         self.drawn = np.zeros(len(step.sampled), np.int64)
         for i, (sequence, text) in enumerate(zip(step.sampled.tolist(), sampled_text, strict=True)):
             self.drawn[i], ends[i] = self._sample(sequence, text)
+        self._score(step, texts)
         self.scheduler.update(step, ends)
         self.scheduler._cache.check_integrity()
         self.run.count(step, texts)
 
+    def _score(self, step: Step, texts: list[Text]) -> None:
+        """Every entry is scored once, and all of a sequence before it ends."""
+        for entry, logits in zip(step.scored.tolist(), step.scored_logits.tolist(), strict=True):
+            assert entry not in self.scored
+            self.scored[entry] = texts[step.logits_tokens[logits]]
+        for sequence in step.scored_sequences.tolist():
+            row = int(self.plan.sequences.row[sequence])
+            assert self.case.scored[row] is not None
+            assert self.ended_in[sequence] < 0
+            self.ended_in[sequence] = self.run.steps
+            score_from, forced = self.case.scored[row] or (0, 0)
+            tokens = (*self.case.prompts[row], forced)
+            entries = self.table.entries_of(sequence, self.plan.trie, self.plan.sequences)
+            assert tuple(self.table.target[entries].tolist()) == tokens[score_from:]
+            seen = [self.scored[entry] for entry in entries.tolist()]
+            assert seen == [tokens[:i] for i in range(score_from, len(tokens))]
+
     def _sample(self, sequence: int, text: Text) -> tuple[int, bool]:
         """The token that is sampled after a text, and whether its sequence ends with it."""
+        assert not self.plan.sequences.is_scored[sequence]
         output = self.outputs[sequence]
         token = FIRST_GENERATED + MOST_NEW_TOKENS * sequence + len(output)
         seen = (*self.case.prompts[self.plan.sequences.row[sequence]], *output)
@@ -364,13 +392,21 @@ def prompt_lists(draw: st.DrawFn, most: int) -> tuple[Text, ...]:
 
 
 @st.composite
+def scored_lists(draw: st.DrawFn, prompts: tuple[Text, ...]) -> tuple[tuple[int, int] | None, ...]:
+    """Some rows are scored, from anywhere."""
+    some = st.sampled_from([False, True]) if draw(st.booleans()) else st.just(False)
+    return tuple((draw(st.integers(1, len(p))), draw(st.integers(0, 2))) if draw(some) else None for p in prompts)
+
+
+@st.composite
 def cases(draw: st.DrawFn) -> Case:
     """Samples, twins, prefixes of others, early ends, every kind of limit."""
     prompts = draw(prompt_lists(10))
     ends_at = st.lists(st.integers(1, 8), min_size=1, max_size=5).map(tuple)
+    scored = draw(scored_lists(prompts))
     return Case(
         prompts=prompts,
-        params=tuple(draw(PARAMS) for _ in prompts),
+        params=tuple(SCORING if row else draw(PARAMS) for row in scored),
         layout=LAYOUTS[draw(st.sampled_from(sorted(LAYOUTS)))],
         extra_bytes=draw(st.sampled_from([0, 3, 10, 40, 100, 300, 10_000])),
         max_batch_rows=draw(st.integers(1, 12)),
@@ -379,6 +415,7 @@ def cases(draw: st.DrawFn) -> Case:
         share_prefixes=draw(st.sampled_from([True, True, True, False])),
         ends_at=tuple(draw(ends_at) for _ in prompts),
         fails=frozenset(draw(st.sets(st.tuples(st.integers(0, 10), st.integers(0, 2)), max_size=2))),
+        scored=scored,
     )
 
 
@@ -410,15 +447,18 @@ def surprises(draw: st.DrawFn) -> Case:
     prompts = draw(prompt_lists(7))
     several = [draw(st.sampled_from([1, 1, 2, 3])) for _ in prompts]
     crowd = SamplingParams(n=40, max_tokens=10, temperature=1.0)
+    scored = draw(scored_lists(prompts))
+    long = [SamplingParams(n=n, max_tokens=draw(st.integers(6, 12)), temperature=1.0) for n in several]
     return Case(
         prompts=((9,), *prompts),
-        params=(crowd, *[SamplingParams(n=n, max_tokens=draw(st.integers(6, 12)), temperature=1.0) for n in several]),
+        params=(crowd, *(SCORING if row else params for row, params in zip(scored, long, strict=True))),
         layout=LAYOUTS[draw(st.sampled_from(sorted(LAYOUTS)))],
         extra_bytes=draw(st.integers(0, 150)),
         max_batch_rows=draw(st.integers(2, 12)),
         max_batch_tokens=draw(st.integers(1, 40)),
         page_size=draw(st.sampled_from([1, 2, 3, 4])),
         ends_at=((1,), *[(12, draw(st.integers(1, 12))) for _ in prompts]),
+        scored=(None, *scored),
     )
 
 
