@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from time import perf_counter
 from typing import Any
 
@@ -28,6 +29,7 @@ from batchkv.kernels.quantization import scale_bytes, storage_dtype
 from batchkv.kernels.selection import select_attention
 from batchkv.kernels.torch_cpu import TorchAttention
 from batchkv.kv_layout import KVLayout
+from batchkv.matchers import Matchers
 from batchkv.metrics import RunMetrics, summarize
 from batchkv.model_loader import (
     checkpoint_dtype,
@@ -93,7 +95,8 @@ class Engine:
         self._row_multiple = row_multiple(self.model) if self._backend.is_batch_invariant else None
         if self.config.deterministic and self._row_multiple is None:
             raise UserError(_why_not_deterministic(self.model, self._kv_dtype, self._backend))
-        self._facts = _facts(self.model.config, self._kv_dtype)
+        facts = _facts(self.model.config, self._kv_dtype)
+        self._facts = replace(facts, end_token_ids=self.end_token_ids)
         self._load_s = perf_counter() - started
 
     @property
@@ -226,6 +229,7 @@ class Engine:
             overlap=self._overlap,
             metrics=metrics,
             progress=progress,
+            matchers=Matchers(prepared.grammars, params) if prepared.grammars else None,
         )
 
     @property
@@ -385,6 +389,9 @@ def _result_rows(
     errors = dict(prepared.errors)
     for row in np.unique(sequences.output_row[has_failed]).tolist():
         errors[row] = RowError("bad_logits", "the model's logits were not finite: try --dtype float32")
+    met_limits = prepared.grammars.failures if prepared.grammars else {}
+    for row in np.unique(sequences.output_row[np.isin(sequences.output_sequence, list(met_limits))]).tolist():
+        errors[row] = RowError("bad_schema", "the constraint became too complex while a text was generated: simplify it")
     is_first = np.diff(sequences.output_row, prepend=-1) > 0
     has_error = np.isin(sequences.output_row, list(errors))
     return errors, np.flatnonzero(is_first | ~has_error)

@@ -22,6 +22,7 @@ import torch
 from batchkv.endings import Ending, Endings
 from batchkv.job_plan import Plan
 from batchkv.kv_layout import KVLayout
+from batchkv.matchers import Matchers
 from batchkv.metrics import RunMetrics
 from batchkv.model_runner import ModelRunner
 from batchkv.sampler import SamplingBatch, sample
@@ -68,6 +69,7 @@ class Executor:
             then has one row too many.
         metrics: counts and times are added here.
         progress: called after every step that is finished.
+        matchers: of sequences whose output is constrained, if there are any.
     """
 
     def __init__(
@@ -84,9 +86,10 @@ class Executor:
         overlap: bool,
         metrics: RunMetrics,
         progress: Progress,
+        matchers: Matchers | None = None,
     ) -> None:
         self._runner, self._sampling, self._endings = runner, sampling, endings
-        self._metrics, self._progress = metrics, progress
+        self._metrics, self._progress, self._matchers = metrics, progress, matchers
         self._generated = GeneratedTokens(len(plan.sequences))
         self._scheduler = Scheduler(
             plan,
@@ -125,6 +128,8 @@ class Executor:
     def release(self) -> None:
         """Lets go of the KV memory: nothing can be run after that."""
         self._runner.release()
+        if self._matchers:
+            self._matchers.close()
 
     def _draw(self, launched: _Launched | None) -> _Drawn | None:
         """Has the device sample from a step's logits. All steps before it are finished."""
@@ -133,7 +138,8 @@ class Executor:
         started = perf_counter()
         step = launched.step
         positions = self._generated.lengths[step.sampled].astype(np.int64)
-        sampled = sample(launched.logits, self._sampling.take(step.sampled), positions, step.sampled_logits)
+        allowed = self._matchers.masks(step.sampled) if self._matchers else None
+        sampled = sample(launched.logits, self._sampling.take(step.sampled), positions, step.sampled_logits, allowed)
         results = HostCopies(sampled.token_ids, sampled.logprobs, sampled.is_valid)
         self._sampling_s += perf_counter() - started
         return _Drawn(step, sampled.token_ids, results)
@@ -166,7 +172,10 @@ class Executor:
         self._generated.append(valid, tokens, logprobs[at])
         self._metrics.generated_tokens += len(at)
         endings = np.full(len(sequences), Ending.INVALID, np.int8)
-        endings[at] = self._endings.check(valid, tokens, self._generated)
+        is_complete = self._matchers.advance(valid, tokens) if self._matchers else None
+        endings[at] = self._endings.check(valid, tokens, self._generated, is_complete)
+        if self._matchers:
+            self._matchers.settle(sequences, endings != Ending.NONE)
         self._collect(sequences, endings)
         return endings
 

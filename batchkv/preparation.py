@@ -10,6 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from batchkv.config import EngineConfig
+from batchkv.constraints import Grammars, check_constraints
 from batchkv.errors import RowError
 from batchkv.job import Job
 from batchkv.job_plan import Plan
@@ -32,11 +33,13 @@ class ModelFacts:
         layout: its KV.
         vocab_size: token ids are below it.
         context_length: most tokens of prompt and output together; None if there is no limit.
+        end_token_ids: tokens that end a sample; by default the tokenizer's.
     """
 
     layout: KVLayout
     vocab_size: int
     context_length: int | None
+    end_token_ids: tuple[int, ...] = ()
 
     @classmethod
     def of(cls, config: PretrainedConfig, element_bytes: int, scale_bytes: int) -> ModelFacts:
@@ -57,12 +60,14 @@ class PreparedJob:
         arena: their prompts; rows with errors have no tokens.
         errors: all rows that cannot run, by row number.
         plan: how the others do.
+        grammars: of the rows whose output is constrained; None if there are none.
     """
 
     job: Job
     arena: TokenArena
     errors: dict[int, RowError]
     plan: Plan
+    grammars: Grammars | None = None
 
 
 def prepare(
@@ -97,13 +102,15 @@ def prepare(
         errors |= check_prompts(
             arena, job, vocab_size=facts.vocab_size, context_length=facts.context_length, errors=errors
         )
+        grammars, bad = check_constraints(job.params, errors, tokenizer, facts.vocab_size, facts.end_token_ids)
+        errors |= bad
         arena = arena.with_rows_dropped(errors)
     on_progress("plan", 0, 0)
     with metrics.timed("plan"):
         errors |= check_kv_budget(job, arena, facts.layout, limits)
         arena = arena.with_rows_dropped(errors)
         plan = make_plan(job, arena, errors, facts.layout, limits, _preview(tokenizer))
-    return PreparedJob(job, arena, errors, plan)
+    return PreparedJob(job, arena, errors, plan, grammars)
 
 
 def _without_text(job: Job, errors: Mapping[int, RowError]) -> dict[int, RowError]:

@@ -24,10 +24,13 @@ PARAMETER_COLUMNS = (
     "stop_token_ids",
     "ignore_eos",
     "logprobs",
+    "choices",
+    "regex",
+    "json_schema",
 )
 PARAMETER_STRUCT = "sampling_params"
 # Columns of the job format that this version does not execute.
-UNSUPPORTED_COLUMNS = ("parent", "parent_sample", "depends_on", "choices", "regex", "json_schema", "tenant")
+UNSUPPORTED_COLUMNS = ("parent", "parent_sample", "depends_on", "tenant")
 JOB_COLUMNS = frozenset((ID_COLUMN, *PROMPT_COLUMNS, *PARAMETER_COLUMNS, PARAMETER_STRUCT, *UNSUPPORTED_COLUMNS))
 CONSUMED_COLUMNS = JOB_COLUMNS - frozenset(UNSUPPORTED_COLUMNS)
 RESULT_COLUMNS = (
