@@ -1,11 +1,11 @@
-"""Constrained output before it is generated: what a row's text must be, compiled to a grammar over the model's tokens."""
+"""Constrained output before it is generated: what a row's text must be, as a grammar over the model's tokens."""
 
 from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 import llguidance
 import llguidance.hf
@@ -18,7 +18,8 @@ from batchkv.json_schema import parse_schema
 from batchkv.sampling_params import RowParams, SamplingParams
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
+    from llguidance._lib import JsonCompileOptions
+    from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 _MAX_CHARACTERS = 1 << 20  # of a grammar
 _SHOWN_CHARACTERS = 80  # of the compiler's words, which can quote the grammar
@@ -26,7 +27,7 @@ _PROBED_TOKENS = 4  # taken before a grammar is called good: some limits are met
 _KEPT = 256  # compiled grammars at a time; a job can have one for each row
 # JSON on one line, with a space or none after colon and comma. With any whitespace anywhere, which a compiler would
 # allow, a small model fills its max_tokens with line breaks.
-_JSON_STYLE: llguidance.JsonCompileOptions = {
+_JSON_STYLE: JsonCompileOptions = {
     "whitespace_flexible": False,
     "item_separator": ", ?",
     "key_separator": ": ?",
@@ -124,7 +125,9 @@ class Grammars:
         # Where nothing ends a text, one token more than there are stands for its end.
         ends = [token for token in end_token_ids if token < size] or [size]
         size = max(size, ends[-1] + 1)
-        self.tokenizer = llguidance.hf.from_tokenizer(tokenizer, n_vocab=size, eos_token=ends)
+        self.tokenizer = llguidance.hf.from_tokenizer(
+            cast("PreTrainedTokenizerFast", tokenizer), n_vocab=size, eos_token=ends
+        )
         self.words = -(-size // 32)
         self.failures: dict[int, str] = {}
         self._compiled: OrderedDict[Constraint, Grammar] = OrderedDict()
@@ -138,10 +141,16 @@ class Grammars:
         """
         grammar = self._compiled.get(constraint)
         if grammar is None:
-            grammar = self._compiled[constraint] = self._compile(constraint)
-            if len(self._compiled) > _KEPT:
-                self._compiled.popitem(last=False)
+            return self.compiled_anew(constraint)
         self._compiled.move_to_end(constraint)
+        return grammar
+
+    def compiled_anew(self, constraint: Constraint) -> Grammar:
+        """The same from the beginning: the matchers of a grammar share what they found out, up to a limit."""
+        self._compiled.pop(constraint, None)
+        grammar = self._compiled[constraint] = self._compile(constraint)
+        if len(self._compiled) > _KEPT:
+            self._compiled.popitem(last=False)
         return grammar
 
     def _compile(self, constraint: Constraint) -> Grammar:
@@ -220,10 +229,10 @@ def _check(
             texts[constraint] = constraint.grammar()
         except ConstraintError as error:
             found[constraint] = str(error)
-    for constraint, reason in zip(texts, check_grammars(texts.values()), strict=True):
+    for constraint, complaint in zip(texts, check_grammars(texts.values()), strict=True):
         try:
-            if reason is not None:
-                raise constraint.error(reason)
+            if complaint is not None:
+                raise constraint.error(complaint)
             grammars.compiled(constraint)
         except ConstraintError as error:
             found[constraint] = str(error)

@@ -22,7 +22,7 @@ _BYTES = 768 << 20  # address space of the process
 
 LIMITS = llguidance.LLParserLimits(
     max_grammar_size=100_000,
-    max_lexer_states=20_000,  # 1 or 2 kB each, and every sequence may come to have its own
+    max_lexer_states=100_000,  # some 30 MB; all texts of a grammar share them
     verbose_errors=False,  # they would quote the grammar
 )
 

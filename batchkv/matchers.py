@@ -8,17 +8,28 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
 
 import llguidance
 import numpy as np
 import numpy.typing as npt
 
-from batchkv.constraints import Constraint, Grammars, is_of_compiler
+from batchkv.constraints import Constraint, ConstraintError, Grammars, is_of_compiler
 from batchkv.sampler import AllowedTokens
 from batchkv.sampling_params import SamplingParams
 
 Int64Array = npt.NDArray[np.int64]
 BoolArray = npt.NDArray[np.bool_]
+
+
+@dataclass(slots=True)
+class _Running:
+    """The matcher of a sequence, the tokens it has taken, and why it can take no more, if it met a limit."""
+
+    constraint: Constraint
+    matcher: llguidance.LLMatcher
+    token_ids: list[int]
+    failure: str | None = None
 
 
 class Matchers:
@@ -45,9 +56,8 @@ class Matchers:
         self._constraint = np.array([number[p] for p in params], np.int32)
         self._slot = np.full(len(params), -1, np.int32)
         self._free: list[int] = []
-        self._matchers: list[llguidance.LLMatcher | None] = []  # by slot
+        self._running: dict[int, _Running] = {}  # by slot
         self._masks = np.zeros((0, grammars.words), np.int32)  # by slot
-        self._failed: dict[int, str] = {}  # by slot
         self._computing: Future[None] | None = None
         self._thread = ThreadPoolExecutor(1, "masks")
         self._executor = llguidance.LLExecutor()
@@ -78,10 +88,8 @@ class Matchers:
         at = np.flatnonzero(self._constraint[sequences] >= 0)
         if len(at):
             self._wait()
-            matchers = [self._matcher(sequence) for sequence in sequences[at].tolist()]
-            for matcher, token in zip(matchers, token_ids[at].tolist(), strict=True):
-                matcher.consume_token(token)
-            is_complete[at] = [matcher.is_stopped() and not matcher.is_error() for matcher in matchers]
+            pairs = zip(sequences[at].tolist(), token_ids[at].tolist(), strict=True)
+            is_complete[at] = [self._take(sequence, token) for sequence, token in pairs]
         return is_complete
 
     def settle(self, sequences: Int64Array, has_ended: BoolArray) -> None:
@@ -103,22 +111,23 @@ class Matchers:
             self._computing.result()
             self._computing = None
 
-    def _matcher(self, sequence: int) -> llguidance.LLMatcher:
+    def _take(self, sequence: int, token_id: int) -> bool:
+        """Gives a sequence's matcher the next token; whether the text is complete with it."""
         if self._slot[sequence] < 0:
-            grammar = self._grammars.compiled(self._constraints[self._constraint[sequence]])
-            slot = self._take_slot()
-            self._slot[sequence], self._matchers[slot] = slot, grammar.matcher.deep_copy()
-        matcher = self._matchers[self._slot[sequence]]
-        if matcher is None:
-            raise RuntimeError(f"sequence {sequence} has a slot without a matcher")
-        return matcher
+            constraint = self._constraints[self._constraint[sequence]]
+            matcher = self._grammars.compiled(constraint).matcher.deep_copy()
+            self._slot[sequence] = self._take_slot()
+            self._running[int(self._slot[sequence])] = _Running(constraint, matcher, [])
+        running = self._running[int(self._slot[sequence])]
+        running.token_ids.append(token_id)
+        running.matcher.consume_token(token_id)
+        return bool(running.matcher.is_stopped() and not running.matcher.is_error())
 
     def _take_slot(self) -> int:
         if not self._free:
-            slots = len(self._matchers)
+            slots = len(self._masks)
             more = max(8, slots)
             self._masks = np.pad(self._masks, ((0, more), (0, 0)))
-            self._matchers.extend([None] * more)
             self._free.extend(range(slots, slots + more))
         return self._free.pop()
 
@@ -127,37 +136,43 @@ class Matchers:
         self._constraint[sequence] = self._slot[sequence] = -1
         if slot < 0:
             return  # not even a first token: its logits were no distribution
-        if slot in self._failed:
-            self._grammars.failures[sequence] = self._failed.pop(slot)
-        self._matchers[slot] = None
+        failure = self._running.pop(slot).failure
+        if failure is not None:
+            self._grammars.failures[sequence] = failure
         self._free.append(slot)
 
     def _compute(self, slots: list[int]) -> None:
-        """The masks of slots; a matcher that meets a limit allows nothing, which ends its sequence."""
-        work = [(matcher, slot) for slot in slots if (matcher := self._matchers[slot]) is not None]
+        """The masks of slots; where a matcher meets a limit nothing is allowed, which ends its sequence."""
         try:
-            self._fill(work)
-        except BaseException as error:
+            self._fill(slots)
+        except BaseException as error:  # of one of them, and says not of which
             if not is_of_compiler(error):
                 raise
-            self._fill_one_by_one(work)
-        for matcher, slot in work:
-            if matcher.is_error():
-                self._fail(slot, matcher.get_error())
+            for slot in slots:
+                self._begin_again(slot)
+        for slot in slots:
+            if self._running[slot].matcher.is_error():
+                self._begin_again(slot)
 
-    def _fill(self, work: list[tuple[llguidance.LLMatcher, int]]) -> None:
-        slots, words = self._masks.shape
-        self._executor.unsafe_compute_mask_ptr(work, self._masks.ctypes.data, 4 * words, slots)
+    def _fill(self, slots: list[int]) -> None:
+        work = [(self._running[slot].matcher, slot) for slot in slots]
+        rows, words = self._masks.shape
+        self._executor.unsafe_compute_mask_ptr(work, self._masks.ctypes.data, 4 * words, rows)
 
-    def _fill_one_by_one(self, work: list[tuple[llguidance.LLMatcher, int]]) -> None:
-        for matcher, slot in work:
-            try:
-                self._fill([(matcher, slot)])
-            except BaseException as error:
-                if not is_of_compiler(error):
-                    raise
-                self._fail(slot, f"the matcher fails with {type(error).__name__}")
+    def _begin_again(self, slot: int) -> None:
+        """Takes the sequence's tokens into a new matcher that shares nothing.
 
-    def _fail(self, slot: int, reason: str) -> None:
-        self._failed[slot] = reason
-        self._masks[slot] = 0
+        Limits are of all that the matchers of a grammar found out together, but no sequence is to fail by others.
+        """
+        running = self._running[slot]
+        try:
+            running.matcher = self._grammars.compiled_anew(running.constraint).matcher.deep_copy()
+            running.matcher.consume_tokens(running.token_ids)
+            self._fill([slot])
+            running.failure = running.matcher.get_error() or None
+        except BaseException as error:
+            if not isinstance(error, ConstraintError) and not is_of_compiler(error):
+                raise
+            running.failure = type(error).__name__
+        if running.failure is not None:
+            self._masks[slot] = 0
