@@ -82,6 +82,7 @@ class Constraint:
             raise self.error(str(error)) from None
 
     def error(self, reason: str) -> ConstraintError:
+        """What a compiler or a matcher complains of, in few of its words."""
         return ConstraintError(f"{self.column} cannot be executed: {_shortened(reason)}")
 
 
@@ -111,7 +112,7 @@ class Grammars:
 
     Attributes:
         words: int32 words of a mask.
-        failures: what went wrong while sequences were running, by sequence: limits that a grammar met.
+        failures: what went wrong while sequences were running, by sequence: a limit was met, or there was no token.
     """
 
     def __init__(

@@ -389,11 +389,9 @@ def _result_rows(
     errors = dict(prepared.errors)
     for row in np.unique(sequences.output_row[has_failed]).tolist():
         errors[row] = RowError("bad_logits", "the model's logits were not finite: try --dtype float32")
-    met_limits = prepared.grammars.failures if prepared.grammars else {}
-    for row in np.unique(sequences.output_row[np.isin(sequences.output_sequence, list(met_limits))]).tolist():
-        errors[row] = RowError(
-            "bad_schema", "the constraint became too complex while a text was generated: simplify it"
-        )
+    for sequence, message in (prepared.grammars.failures if prepared.grammars else {}).items():
+        rows = sequences.output_row[sequences.output_sequence == sequence].tolist()
+        errors.update(dict.fromkeys(rows, RowError("bad_schema", message)))
     is_first = np.diff(sequences.output_row, prepend=-1) > 0
     has_error = np.isin(sequences.output_row, list(errors))
     return errors, np.flatnonzero(is_first | ~has_error)

@@ -151,7 +151,7 @@ class Matchers:
             for slot in slots:
                 self._begin_again(slot)
         for slot in slots:
-            if self._running[slot].matcher.is_error():
+            if self._running[slot].failure is None and self._running[slot].matcher.is_error():
                 self._begin_again(slot)
 
     def _fill(self, slots: list[int]) -> None:
@@ -169,10 +169,11 @@ class Matchers:
             running.matcher = self._grammars.compiled_anew(running.constraint).matcher.deep_copy()
             running.matcher.consume_tokens(running.token_ids)
             self._fill([slot])
-            running.failure = running.matcher.get_error() or None
+            if running.matcher.is_error():
+                running.failure = str(running.constraint.error(running.matcher.get_error()))
         except BaseException as error:
             if not isinstance(error, ConstraintError) and not is_of_compiler(error):
                 raise
-            running.failure = type(error).__name__
+            running.failure = str(running.constraint.error(type(error).__name__))
         if running.failure is not None:
             self._masks[slot] = 0

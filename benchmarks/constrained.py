@@ -105,9 +105,8 @@ def main(
     """Print tokens per second with and without constraints, and their ratios."""
     engine = Engine(model)
     sampling = SamplingParams(max_tokens=max_tokens, temperature=temperature)
-    print(
-        "| constraint | tokens | tokens/s with | tokens/s without | ratio | ratio, whole run |\n|---|---|---|---|---|---|"
-    )
+    print("| constraint | tokens | tokens/s with | tokens/s without | ratio | ratio, whole run |")
+    print("|---|---|---|---|---|---|")
     for column in CONSTRAINTS:
         line, text = compare(engine, column, rows, turns, sampling)
         print(line, flush=True)
