@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 class Ending(IntEnum):
     NONE = 0
-    STOP = 1  # an end token, a stop token or a stop string
+    STOP = 1  # an end token, a stop token or a stop string; or a constrained text is complete
     LENGTH = 2  # max_tokens, or the end of the context
     INVALID = 3  # the model's logits were no distribution
 
@@ -66,10 +66,19 @@ class Endings:
         self._has_own_stops[list(self._stop_token_ids)] = True
 
     def check(
-        self, sequences: npt.NDArray[np.int64], token_ids: npt.NDArray[np.int32], generated: GeneratedTokens
+        self,
+        sequences: npt.NDArray[np.int64],
+        token_ids: npt.NDArray[np.int32],
+        generated: GeneratedTokens,
+        is_complete: npt.NDArray[np.bool_] | None = None,
     ) -> npt.NDArray[np.int8]:
-        """int8 [N] of `Ending`, after `token_ids` [N] were appended to `sequences` [N]."""
+        """int8 [N] of `Ending`, after `token_ids` [N] were appended to `sequences` [N].
+
+        `is_complete`, bool [N], says whose text is constrained and can have no more tokens.
+        """
         stopped = np.isin(token_ids, self._end_token_ids) & ~self._ignore_eos[sequences]
+        if is_complete is not None:
+            stopped |= is_complete
         for i in np.flatnonzero(self._has_own_stops[sequences] & ~stopped).tolist():
             stopped[i] = self._stops_by_itself(int(sequences[i]), int(token_ids[i]), generated)
         is_full = generated.lengths[sequences] >= self._max_new_tokens[sequences]

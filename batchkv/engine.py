@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from tempfile import TemporaryFile
 from time import perf_counter
 from typing import IO, Any
@@ -20,6 +20,7 @@ from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerB
 from batchkv import __version__
 from batchkv.batch_invariance import row_multiple
 from batchkv.config import DEFAULT_MODEL, EngineConfig, parse_memory_size
+from batchkv.constraints import ConstraintChecks, Grammars
 from batchkv.endings import Endings
 from batchkv.errors import UserError
 from batchkv.executor import Executor, OnEnded, Progress
@@ -34,6 +35,7 @@ from batchkv.kernels.torch_cpu import TorchAttention
 from batchkv.kv_layout import KVLayout
 from batchkv.ledger import Ledger
 from batchkv.manifest import Manifest
+from batchkv.matchers import Matchers
 from batchkv.metrics import RunMetrics
 from batchkv.model_loader import (
     checkpoint_dtype,
@@ -66,6 +68,10 @@ from batchkv.waves import waves
 from batchkv.writer import Writer, with_summary
 
 OnStart = Callable[[int], Progress]  # with the number of outputs to be computed
+
+
+def _no_progress(ended: int, generated: int) -> None:
+    pass
 
 
 class Engine:
@@ -110,7 +116,8 @@ class Engine:
         self._row_multiple = row_multiple(self.model) if self._backend.is_batch_invariant else None
         if self.config.deterministic and self._row_multiple is None:
             raise UserError(_why_not_deterministic(self.model, self._kv_dtype, self._backend))
-        self._facts = _facts(self.model.config, self._kv_dtype)
+        facts = _facts(self.model.config, self._kv_dtype)
+        self._facts = replace(facts, end_token_ids=self.end_token_ids)
         self._load_s = perf_counter() - started
 
     @property
@@ -241,12 +248,14 @@ class Engine:
         started = perf_counter()
         metrics = RunMetrics(load_s=self._load_s)
         self._load_s = 0.0  # counted once
+        constraints = ConstraintChecks(self.tokenizer, self._facts.vocab_size, self._facts.end_token_ids)
         rows = take_in(
             source,
             sampling,
             self.tokenizer,
             self._facts.prompt_limits,
             tokens,
+            constraints,
             ledger.reject,
             metrics,
             limit=limit,
@@ -269,17 +278,24 @@ class Engine:
             totals = totals.plus(prepared.plan)
             on_event("wave", prepared.plan.numbers())
             writer = Writer(prepared.wave, prepared.plan.sequences, prepared.cached, self._detokenize, ledger)
-            self.execute_wave(prepared, writer.write, metrics, progress)
+            self.execute_wave(prepared, writer.write, metrics, progress, constraints.grammars)
         metrics.elapsed_s = metrics.load_s + perf_counter() - started
         return FinishedRun(rows, ledger, totals, metrics, self._how(metrics))
 
-    def execute_wave(self, prepared: PreparedWave, on_ended: OnEnded, metrics: RunMetrics, progress: Progress) -> None:
+    def execute_wave(
+        self,
+        prepared: PreparedWave,
+        on_ended: OnEnded,
+        metrics: RunMetrics,
+        progress: Progress = _no_progress,
+        grammars: Grammars | None = None,
+    ) -> None:
         """Computes all outputs of a wave; `on_ended` gets them as they end."""
         if not prepared.wave.num_outputs:
             return
         with _launching_on(self.device), paged_attention_of(self.model):
             with metrics.timed("plan"):
-                executor = self._executor(prepared, on_ended, metrics, progress)
+                executor = self._executor(prepared, on_ended, metrics, progress, grammars)
             try:
                 executor.run()
             except torch.OutOfMemoryError as error:
@@ -316,7 +332,14 @@ class Engine:
             "decode_graphs": metrics.decode_graphs,
         }
 
-    def _executor(self, prepared: PreparedWave, on_ended: OnEnded, metrics: RunMetrics, progress: Progress) -> Executor:
+    def _executor(
+        self,
+        prepared: PreparedWave,
+        on_ended: OnEnded,
+        metrics: RunMetrics,
+        progress: Progress,
+        grammars: Grammars | None,
+    ) -> Executor:
         plan, wave = prepared.plan, prepared.wave
         sequences = plan.sequences
         params = [wave.params[request] for request in sequences.row.tolist()]
@@ -343,6 +366,7 @@ class Engine:
             metrics=metrics,
             on_ended=on_ended,
             progress=progress,
+            matchers=Matchers(grammars, params) if grammars else None,
         )
 
     @property
@@ -491,7 +515,3 @@ def _tokenizer(
     if tokenizer is None:
         return None if isinstance(model, PreTrainedModel) else load_tokenizer(resolve_model(os.fspath(model)))
     return load_tokenizer(resolve_model(tokenizer)) if isinstance(tokenizer, str) else tokenizer
-
-
-def _no_progress(ended: int, generated: int) -> None:
-    pass

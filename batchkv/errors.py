@@ -14,6 +14,7 @@ RowErrorCode = Literal[
     "bad_token_id",  # a prompt token id outside the vocabulary
     "empty_prompt",  # no tokens at all
     "bad_parameter",  # a sampling parameter out of range or of the wrong type
+    "bad_schema",  # choices, regex or json_schema that cannot be compiled, or grew too complex for it while running
     "too_long",  # longer than the model's context or than the KV budget
     "bad_logits",  # the model gave no distribution to sample from (NaN or infinite logits)
     "unsupported",  # a column of the job format that this version does not execute

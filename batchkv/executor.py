@@ -20,8 +20,10 @@ import numpy.typing as npt
 import torch
 
 from batchkv.endings import Ending, Endings
+from batchkv.errors import RowError
 from batchkv.job_plan import Plan
 from batchkv.kv_layout import KVLayout
+from batchkv.matchers import Matchers
 from batchkv.metrics import RunMetrics
 from batchkv.model_runner import ModelRunner
 from batchkv.sampler import SamplingBatch, sample, score
@@ -35,8 +37,9 @@ from batchkv.writer import Completion
 
 Int64Array = npt.NDArray[np.int64]
 Progress = Callable[[int, int], None]  # (sequences that ended, tokens generated) since the last call
-# Sequences that ended; None in place of a completion where the model gave no valid distribution to sample from.
-OnEnded = Callable[[Sequence[tuple[int, Completion | None]]], None]
+# Sequences that ended, each with its completion, or with what kept it from one.
+OnEnded = Callable[[Sequence[tuple[int, Completion | RowError]]], None]
+_BAD_LOGITS = RowError("bad_logits", "the model's logits were not finite: try --dtype float32")
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,6 +75,7 @@ class Executor:
         metrics: counts and times are added here.
         on_ended: called with the sequences that ended in a step.
         progress: called after every step that is finished.
+        matchers: of sequences whose output is constrained, if there are any.
     """
 
     def __init__(
@@ -89,10 +93,11 @@ class Executor:
         metrics: RunMetrics,
         on_ended: OnEnded,
         progress: Progress,
+        matchers: Matchers | None = None,
     ) -> None:
         self._runner, self._sampling, self._endings = runner, sampling, endings
         self._metrics, self._on_ended, self._progress = metrics, on_ended, progress
-        self._plan = plan
+        self._plan, self._matchers = plan, matchers
         self._generated = GeneratedTokens(len(plan.sequences))
         self._score_table = build_score_table(plan.trie, plan.sequences, arena)
         self._scores = Scores(len(self._score_table))
@@ -133,6 +138,8 @@ class Executor:
     def release(self) -> None:
         """Lets go of the KV memory: nothing can be run after that."""
         self._runner.release()
+        if self._matchers:
+            self._matchers.close()
 
     def _draw(self, launched: _Launched | None) -> _Drawn | None:
         """Has the device sample from a step's logits and score with them. All steps before it are finished."""
@@ -141,7 +148,8 @@ class Executor:
         started = perf_counter()
         step = launched.step
         positions = self._generated.lengths[step.sampled].astype(np.int64)
-        sampled = sample(launched.logits, self._sampling.take(step.sampled), positions, step.sampled_logits)
+        allowed = self._matchers.masks(step.sampled) if self._matchers else None
+        sampled = sample(launched.logits, self._sampling.take(step.sampled), positions, step.sampled_logits, allowed)
         scored = score(launched.logits, step.scored_logits, self._score_table.target[step.scored])
         results = HostCopies(sampled.token_ids, sampled.logprobs, sampled.is_valid, scored.logprobs, scored.is_greedy)
         self._sampling_s += perf_counter() - started
@@ -178,23 +186,26 @@ class Executor:
         self._generated.append(valid, tokens, logprobs[at])
         self._metrics.generated_tokens += len(at)
         endings = np.full(len(sequences), Ending.INVALID, np.int8)
-        endings[at] = self._endings.check(valid, tokens, self._generated)
+        is_complete = self._matchers.advance(valid, tokens) if self._matchers else None
+        endings[at] = self._endings.check(valid, tokens, self._generated, is_complete)
+        if self._matchers:
+            self._matchers.settle(sequences, endings != Ending.NONE)
         self._collect(sequences, endings)
         return endings
 
     def _collect(self, sequences: Int64Array, endings: npt.NDArray[np.int8]) -> None:
         ended = np.flatnonzero(endings != Ending.NONE)
         self._has_ended[sequences[ended]] = True
-        found: list[tuple[int, Completion | None]] = []
+        found: list[tuple[int, Completion | RowError]] = []
         for sequence, ending in zip(sequences[ended].tolist(), endings[ended].tolist(), strict=True):
             found.append((sequence, self._completion(sequence, ending)))
             self._generated.drop(sequence)
         if found:
             self._on_ended(found)
 
-    def _completion(self, sequence: int, ending: Ending) -> Completion | None:
+    def _completion(self, sequence: int, ending: Ending) -> Completion | RowError:
         if ending == Ending.INVALID:
-            return None
+            return (self._matchers.failures.get(sequence) if self._matchers else None) or _BAD_LOGITS
         return Completion(
             token_ids=self._generated.tokens(sequence).copy(),
             logprobs=self._generated.logprobs(sequence).copy(),
@@ -203,15 +214,15 @@ class Executor:
         )
 
     def _collect_scored(self, sequences: Int64Array) -> None:
-        """Completions of sequences that have all their scores; none where one of these is of no distribution."""
+        """Completions of sequences that have all their scores; an error where one of these is of no distribution."""
         if len(sequences):
             self._on_ended([(sequence, self._scored_completion(sequence)) for sequence in sequences.tolist()])
 
-    def _scored_completion(self, sequence: int) -> Completion | None:
+    def _scored_completion(self, sequence: int) -> Completion | RowError:
         entries = self._score_table.entries_of(sequence, self._plan.trie, self._plan.sequences)
         logprobs = self._scores.logprobs[entries]
         if np.isnan(logprobs).any():
-            return None
+            return _BAD_LOGITS
         return Completion(
             token_ids=self._score_table.target[entries],
             logprobs=logprobs,

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import IO, TYPE_CHECKING
 
+from batchkv.constraints import ConstraintChecks
 from batchkv.errors import RowError
 from batchkv.io.read import JobSource
 from batchkv.job_plan import JobPlan, Plan, PlanTotals
@@ -45,6 +46,7 @@ def plan_job(
         tokenizer,
         facts.prompt_limits,
         token_file,
+        ConstraintChecks(tokenizer, facts.vocab_size, facts.end_token_ids),
         reject,
         RunMetrics(),
         limit=limit,

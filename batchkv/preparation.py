@@ -28,11 +28,13 @@ class ModelFacts:
         layout: its KV.
         vocab_size: token ids are below it.
         context_length: most tokens of prompt and output together; None if there is no limit.
+        end_token_ids: tokens that end a sample; by default the tokenizer's.
     """
 
     layout: KVLayout
     vocab_size: int
     context_length: int | None
+    end_token_ids: tuple[int, ...] = ()
 
     @classmethod
     def of(cls, config: PretrainedConfig, element_bytes: int, scale_bytes: int) -> ModelFacts:

@@ -18,6 +18,7 @@ import numpy.typing as npt
 import polars as pl
 import pyarrow as pa
 
+from batchkv.constraints import ConstraintChecks
 from batchkv.errors import RowError, UserError
 from batchkv.io.carried import CarriedSchema
 from batchkv.io.read import JobSource
@@ -85,6 +86,7 @@ def take_in(
     tokenizer: Tokenizer | None,
     limits: PromptLimits,
     token_file: IO[bytes],
+    constraints: ConstraintChecks,
     reject: Reject,
     metrics: RunMetrics,
     *,
@@ -99,6 +101,7 @@ def take_in(
         tokenizer: of the model; jobs of token ids need none.
         limits: what the model takes.
         token_file: empty, for the token ids; it stays mapped as long as the rows are used.
+        constraints: looks at those of the rows.
         reject: called with the rows that cannot run, by row number, some at a time.
         metrics: times are added here.
         limit: only the first rows.
@@ -108,7 +111,7 @@ def take_in(
         UserError: no row of the job can be run, or the token file cannot be written.
     """
     started = perf_counter()
-    intake = _Intake(defaults, tokenizer, limits, token_file, reject, metrics)
+    intake = _Intake(defaults, tokenizer, limits, token_file, constraints, reject, metrics)
     for block in source.blocks(limit):
         job = check_rows(block, defaults, first_row=intake.num_rows, id_kind=intake.id_kind)
         intake.carried.add(job.carried.schema, block.where)
@@ -136,6 +139,7 @@ class _Intake:
     tokenizer: Tokenizer | None
     limits: PromptLimits
     token_file: IO[bytes]
+    constraints: ConstraintChecks
     reject: Reject
     metrics: RunMetrics
     num_rows: int = 0
@@ -196,6 +200,7 @@ class _Intake:
             context_length=self.limits.context_length,
             errors=errors,
         )
+        errors |= self.constraints.check(job.params, errors)
         lengths = arena.lengths.copy()
         lengths[list(errors)] = 0
         return arena.take(np.where(lengths > 0, np.arange(job.num_rows), -1)), errors

@@ -83,6 +83,20 @@ class SamplingBatch:
 
 
 @dataclass(frozen=True, slots=True)
+class AllowedTokens:
+    """What rows whose output is constrained may be given.
+
+    Attributes:
+        rows: int64 [C], which of the B rows these are, ascending.
+        bits: int32 [C, at least ceil(V / 32)]: bit t % 32 of word t // 32 says whether token t is allowed. Bits past
+            the vocabulary mean nothing.
+    """
+
+    rows: npt.NDArray[np.int64]
+    bits: npt.NDArray[np.int32]
+
+
+@dataclass(frozen=True, slots=True)
 class Sampled:
     """The next token of each of B rows, on the device of the logits, which may still be computing it.
 
@@ -91,7 +105,7 @@ class Sampled:
         logprobs: float32 [B], log-softmax of logits / temperature (greedy rows: of the logits) at the token,
             before any filter.
         is_valid: bool [B], false where there is no distribution to sample from: the logits hold a NaN or a +inf, or
-            mask every token with -inf. The row's token and logprob mean nothing then.
+            mask every token with -inf, or allowed tokens have no weight. The row's token and logprob mean nothing then.
     """
 
     token_ids: torch.Tensor
@@ -105,6 +119,7 @@ def sample(
     batch: SamplingBatch,
     positions: npt.NDArray[np.int64],
     logits_rows: npt.NDArray[np.int64] | None = None,
+    allowed: AllowedTokens | None = None,
 ) -> Sampled:
     """Samples one token per row.
 
@@ -117,6 +132,7 @@ def sample(
         batch: parameters of the B rows.
         positions: int64 [B], index of the token within its sample.
         logits_rows: int64 [B], which of the L logits each row is drawn from; by default there is one for each.
+        allowed: the tokens that some rows are limited to, before all filters. Log-probabilities are as without.
 
     Raises:
         ValueError: the arguments have different numbers of rows.
@@ -133,9 +149,10 @@ def sample(
     device = logits_LV.device
     token_ids_B = torch.empty(len(batch), dtype=torch.int64, device=device)
     logprobs_B, best_B = (torch.empty(len(batch), dtype=torch.float32, device=device) for _ in range(2))
-    for kind, rows in _chunks(batch, logits_LV):
+    for kind, rows, bits in _chunks(batch, logits_LV, allowed):
         params = _Rows.on(device, batch.take(rows), uniforms_B[rows])
-        drawn = _draw_chunk(_select(logits_LV, logits_rows[rows]), kind, params)
+        allowed_BV = None if bits is None else _unpacked(bits, logits_LV)
+        drawn = _draw_chunk(_select(logits_LV, logits_rows[rows]), kind, params, allowed_BV)
         at = to_device(rows, device)
         token_ids_B[at], logprobs_B[at], best_B[at] = drawn
     return Sampled(token_ids_B, logprobs_B, best_B.isfinite())
@@ -220,16 +237,27 @@ class _Rows:
         )
 
 
-def _chunks(batch: SamplingBatch, logits_LV: torch.Tensor) -> Iterator[tuple[_Kind, npt.NDArray[np.int64]]]:
-    """Every row once: rows of one kind at a time, ascending, as many as fit the memory for temporaries."""
+def _chunks(
+    batch: SamplingBatch, logits_LV: torch.Tensor, allowed: AllowedTokens | None = None
+) -> Iterator[tuple[_Kind, npt.NDArray[np.int64], npt.NDArray[np.int32] | None]]:
+    """Every row once, with the bits of allowed tokens where they are limited.
+
+    Rows of one kind at a time, ascending, limited ones on their own, as many as fit the memory for temporaries.
+    """
     step = _chunk_rows(logits_LV)
     filtered_B = (batch.top_k > 0) | (batch.top_p < 1) | (batch.min_p > 0)
     kind_B = np.where(filtered_B, _Kind.FILTERED, _Kind.UNFILTERED)
     kind_B[batch.temperature == 0] = _Kind.GREEDY
+    place_B = np.full(len(batch), -1)  # of each row among the limited ones
+    if allowed is not None:
+        place_B[allowed.rows] = np.arange(len(allowed.rows))
     for kind in _Kind:
-        rows = np.flatnonzero(kind_B == kind)
-        for start in range(0, len(rows), step):
-            yield kind, rows[start : start + step]
+        of_kind = kind_B == kind
+        for is_limited in (False, True) if allowed is not None else (False,):
+            rows = np.flatnonzero(of_kind & ((place_B >= 0) == is_limited))
+            for start in range(0, len(rows), step):
+                chunk = rows[start : start + step]
+                yield kind, chunk, allowed.bits[place_B[chunk]] if allowed is not None and is_limited else None
 
 
 def _chunk_rows(logits_LV: torch.Tensor) -> int:
@@ -246,22 +274,42 @@ def _select(logits_LV: torch.Tensor, rows: npt.NDArray[np.int64]) -> torch.Tenso
     return logits_LV[to_device(rows, logits_LV.device)].float()
 
 
-def _draw_chunk(logits_BV: torch.Tensor, kind: _Kind, rows: _Rows) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Tokens (int64 [B]), log-probabilities (fp32 [B]) and the greatest logits (fp32 [B]) of fp32 rows."""
+def _draw_chunk(
+    logits_BV: torch.Tensor, kind: _Kind, rows: _Rows, allowed_BV: torch.Tensor | None = None
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Tokens (int64 [B]), log-probabilities (fp32 [B]) and the greatest logits (fp32 [B]) of fp32 rows.
+
+    The greatest logit is not finite where there is nothing to sample from.
+    """
     vocabulary = logits_BV.shape[1]
-    best_B, tokens_B = logits_BV.max(-1)  # documented to be the first of equals
-    weights_BNK = _weights(logits_BV, best_B, rows.temperature)
+    open_BV = logits_BV if allowed_BV is None else logits_BV.masked_fill(~allowed_BV, -torch.inf)
+    best_B, tokens_B = open_BV.max(-1)  # documented to be the first of equals
+    weights_BNK = _weights(open_BV, best_B, rows.temperature)
     sums_BN = weights_BNK.sum(-1)
-    mass_B = sums_BN.double().sum(-1)
+    open_mass_B = sums_BN.double().sum(-1)
     if kind is _Kind.FILTERED:
         weights_BV = weights_BNK.flatten(1)[:, :vocabulary]
-        _filter(weights_BV, logits_BV, best_B, mass_B, rows)
+        _filter(weights_BV, open_BV, best_B, open_mass_B, rows)
         sums_BN = weights_BNK.sum(-1)
     if kind is not _Kind.GREEDY:
         tokens_B = _search(weights_BNK, sums_BN, rows.uniform)
     chosen_B = logits_BV.gather(1, tokens_B[:, None])[:, 0]
-    logprobs_B = (chosen_B - best_B) / rows.temperature - mass_B.log()
-    return tokens_B, logprobs_B.float(), best_B
+    top_B, mass_B = (best_B, open_mass_B) if allowed_BV is None else _whole_mass(logits_BV, rows.temperature)
+    logprobs_B = (chosen_B - top_B) / rows.temperature - mass_B.log()
+    return tokens_B, logprobs_B.float(), torch.where(top_B.isfinite(), best_B, top_B)
+
+
+def _whole_mass(logits_BV: torch.Tensor, temperature_B: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """The greatest logits (fp32 [B]), and the sums of all weights beside theirs (float64 [B])."""
+    best_B = logits_BV.amax(-1)
+    return best_B, _weights(logits_BV, best_B, temperature_B).sum(-1).double().sum(-1)
+
+
+def _unpacked(bits: npt.NDArray[np.int32], logits_LV: torch.Tensor) -> torch.Tensor:
+    """bool [B, V] on the device of the logits, from int32 [B, words], which go over packed."""
+    octets = to_device(bits.astype("<i4", copy=False).view(np.uint8), logits_LV.device)
+    powers = torch.arange(8, dtype=torch.uint8, device=logits_LV.device)
+    return ((octets[:, :, None] >> powers) & 1).bool().flatten(1)[:, : logits_LV.shape[1]]
 
 
 def _weights(logits_BV: torch.Tensor, best_B: torch.Tensor, temperature_B: torch.Tensor) -> torch.Tensor:

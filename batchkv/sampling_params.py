@@ -5,12 +5,14 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeVar, cast
+from typing import Any, Literal, TypeVar, cast
 
 import numpy as np
 import numpy.typing as npt
 
 _Scalar = TypeVar("_Scalar", bound=np.generic)
+
+CONSTRAINTS = ("choices", "regex", "json_schema")  # of these a row has at most one
 
 MAX_INT32 = 2**31 - 1
 MAX_SAMPLES = 2**16  # one row with more would take the whole job's memory
@@ -32,6 +34,11 @@ class SamplingParams:
         stop_token_ids: tokens that end a sample, besides the model's end tokens.
         ignore_eos: go on after the model's end tokens.
         logprobs: return each sampled token's log-probability under softmax(logits / temperature).
+        choices: the text is one of these strings.
+        regex: all of the text matches this.
+        json_schema: the text is JSON that this schema, itself JSON text, describes.
+        choice_mode: how one of the choices is found: `generate` samples its tokens, `score` compares their
+            log-probabilities.
 
     Raises:
         ValueError: names the parameter, its value and what is allowed.
@@ -48,12 +55,18 @@ class SamplingParams:
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
     logprobs: bool = False
+    choices: tuple[str, ...] = ()
+    regex: str | None = None
+    json_schema: str | None = None
+    choice_mode: Literal["generate", "score"] = "generate"
 
     def __post_init__(self) -> None:
         # one string, and lists, are what other engines take
         stop = cast("str | Sequence[str]", self.stop)
         object.__setattr__(self, "stop", (stop,) if isinstance(stop, str) else tuple(stop))
         object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids))
+        choices = cast("str | Sequence[str]", self.choices)
+        object.__setattr__(self, "choices", (choices,) if isinstance(choices, str) else tuple(choices))
         object.__setattr__(self, "top_k", 0 if self.top_k == -1 else self.top_k)
         _require(1 <= self.n <= MAX_SAMPLES, "n", self.n, f"from 1 to {MAX_SAMPLES}")
         _require(1 <= self.max_tokens <= MAX_INT32, "max_tokens", self.max_tokens, f"from 1 to {MAX_INT32}")
@@ -66,6 +79,15 @@ class SamplingParams:
         _require(-(1 << 63) <= self.seed < 1 << 64, "seed", self.seed, "a 64-bit integer")
         _require(all(self.stop), "stop", list(self.stop), "strings that are not empty")
         _require(all(t >= 0 for t in self.stop_token_ids), "stop_token_ids", list(self.stop_token_ids), "0 or more")
+        self._check_constraint()
+
+    def _check_constraint(self) -> None:
+        given = [name for name in CONSTRAINTS if getattr(self, name) not in ((), None)]
+        if len(given) > 1:
+            raise ValueError(f"{' and '.join(given)} are given together, must be only one of them")
+        if not all(self.choices) or len(set(self.choices)) < len(self.choices):
+            raise ValueError("choices holds an empty string or one string twice, must be distinct strings with text")
+        _require(self.choice_mode in ("generate", "score"), "choice_mode", self.choice_mode, "'generate' or 'score'")
 
     @property
     def greedy(self) -> bool:

@@ -19,7 +19,6 @@ from batchkv.stopping import cut
 from batchkv.wave import Wave
 
 SUMMARY_KEY = b"batchkv.summary"
-_BAD_LOGITS = RowError("bad_logits", "the model's logits were not finite: try --dtype float32")
 
 Int64Array = npt.NDArray[np.int64]
 Detokenize = Callable[[list[npt.NDArray[np.int32]]], list[str] | list[None]]
@@ -64,17 +63,22 @@ class Writer:
         self._outputs = np.argsort(sequences.output_sequence, kind="stable")
         self._first = np.searchsorted(sequences.output_sequence[self._outputs], np.arange(len(sequences) + 1))
 
-    def write(self, ended: Sequence[tuple[int, Completion | None]]) -> None:
-        """Sequences and their completions; None where the model gave no valid distribution to sample from."""
-        good = [(sequence, completion) for sequence, completion in ended if completion is not None]
+    def write(self, ended: Sequence[tuple[int, Completion | RowError]]) -> None:
+        """Sequences and their completions, or what kept them from one."""
+        good = [(sequence, completion) for sequence, completion in ended if isinstance(completion, Completion)]
         texts = self._detokenize([completion.token_ids for _, completion in good]) if good else []
         records: list[Record] = []
         for (sequence, completion), text in zip(good, texts, strict=True):
             records.extend(self._record(output, completion, text) for output in self._outputs_of(sequence))
         self._ledger.append(records)
-        failed = [sequence for sequence, completion in ended if completion is None]
-        rows = [self._row(output) for sequence in failed for output in self._outputs_of(sequence)]
-        self._ledger.reject(dict.fromkeys(rows, _BAD_LOGITS))
+        self._ledger.reject(
+            {
+                self._row(output): error
+                for sequence, error in ended
+                if isinstance(error, RowError)
+                for output in self._outputs_of(sequence)
+            }
+        )
 
     def _outputs_of(self, sequence: int) -> list[int]:
         outputs: list[int] = self._outputs[self._first[sequence] : self._first[sequence + 1]].tolist()

@@ -24,10 +24,13 @@ PARAMETER_COLUMNS = (
     "stop_token_ids",
     "ignore_eos",
     "logprobs",
+    "choices",
+    "regex",
+    "json_schema",
 )
 PARAMETER_STRUCT = "sampling_params"
 # Columns of the job format that this version does not execute.
-UNSUPPORTED_COLUMNS = ("parent", "parent_sample", "depends_on", "choices", "regex", "json_schema")
+UNSUPPORTED_COLUMNS = ("parent", "parent_sample", "depends_on")
 TENANT_COLUMN = "tenant"
 JOB_COLUMNS = frozenset(
     (ID_COLUMN, *PROMPT_COLUMNS, *PARAMETER_COLUMNS, PARAMETER_STRUCT, TENANT_COLUMN, *UNSUPPORTED_COLUMNS)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields
@@ -18,7 +19,7 @@ from batchkv.io.columns import (
     distinct,
     shown,
 )
-from batchkv.sampling_params import MAX_INT32, MAX_SAMPLES, RowParams, SamplingParams
+from batchkv.sampling_params import CONSTRAINTS, MAX_INT32, MAX_SAMPLES, RowParams, SamplingParams
 
 # What cells set, by parameter.
 Values: TypeAlias = dict[str, Any]
@@ -45,7 +46,7 @@ def read_parameters(
     index = np.zeros(len(first_rows), np.int32)  # of each combination, in `number`
     bad: dict[int, RowError] = {}
     for combination, row in enumerate(first_rows.tolist()):
-        outcome = _combine([base, *(values[codes[row]] for codes, values in layers)])
+        outcome = _combine(base, [*(values[codes[row]] for codes, values in layers)])
         if isinstance(outcome, RowError):
             bad[combination] = outcome
         else:
@@ -63,15 +64,17 @@ def _combinations(layers: Sequence[_Layer], num_rows: int) -> tuple[npt.NDArray[
     return combinations, np.unique(combinations, return_index=True)[1]
 
 
-def _combine(values: Sequence[Values | RowError]) -> SamplingParams | RowError:
+def _combine(base: Values, values: Sequence[Values | RowError]) -> SamplingParams | RowError:
     """The parameters, where later values are on top; or the first thing that is wrong with them."""
-    combined: Values = {}
+    given: Values = {}
     for part in values:
         if isinstance(part, RowError):
             return part
-        combined.update(part)
+        given.update(part)
+    if any(name in given for name in CONSTRAINTS):  # a row's constraint is instead of the default, of whatever kind
+        base = {name: value for name, value in base.items() if name not in CONSTRAINTS}
     try:
-        return SamplingParams(**combined)
+        return SamplingParams(**base | given)
     except ValueError as error:
         return RowError("bad_parameter", str(error))
 
@@ -159,6 +162,46 @@ def _stop_tokens(name: str, value: object) -> tuple[int, ...]:
     return tuple(_integer(name, token, 0, MAX_INT32, allowed) for token in value)
 
 
+def _choices(name: str, value: object) -> tuple[str, ...]:
+    allowed = "a list of strings, none of them empty and none of them twice"
+    if not isinstance(value, list) or not value or not all(isinstance(text, str) and text for text in value):
+        raise _wrong(name, value, allowed)
+    if len(set(value)) < len(value):
+        raise _wrong(name, value, allowed)
+    return tuple(value)
+
+
+def _text(name: str, value: object) -> str:
+    if not isinstance(value, str):
+        raise _wrong(name, value, "a string")
+    return value
+
+
+def _schema(name: str, value: object) -> str:
+    """The text of a schema; whether it is one is seen when it is compiled."""
+    if isinstance(value, str):
+        return value
+    if not isinstance(value, dict):
+        raise _wrong(name, value, "a JSON schema: an object, or its text")
+    try:
+        return json.dumps(_without_filling(value))
+    except (RecursionError, TypeError, ValueError) as error:  # nested too deeply; or dates and bytes of Arrow
+        raise ValueError(f"{name} cannot be written as JSON ({type(error).__name__}), must be a JSON schema") from None
+
+
+def _without_filling(value: Any) -> Any:
+    """Without the nulls that Arrow fills structs up with: all structs of a column have the same fields.
+
+    No keyword has null for a value, except `const`, which is kept where it stands alone.
+    """
+    if isinstance(value, list):
+        return [_without_filling(item) for item in value]
+    if not isinstance(value, dict):
+        return value
+    given = {key: _without_filling(item) for key, item in value.items() if item is not None}
+    return {"const": None} if not given and "const" in value else given
+
+
 _PARSERS: dict[str, Callable[[str, object], Any]] = {
     "n": _samples,
     "max_tokens": _max_tokens,
@@ -171,4 +214,7 @@ _PARSERS: dict[str, Callable[[str, object], Any]] = {
     "stop_token_ids": _stop_tokens,
     "ignore_eos": _flag,
     "logprobs": _flag,
+    "choices": _choices,
+    "regex": _text,
+    "json_schema": _schema,
 }

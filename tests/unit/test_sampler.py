@@ -356,8 +356,8 @@ def test_samples_differ_by_key_and_by_position() -> None:
 def test_temporaries_are_bounded() -> None:
     logits = torch.empty(1000, 1).expand(1000, 262_144)
     chunks = list(sampler._chunks(batch_of(*MIXED, samples=1000 // len(MIXED)), logits))
-    assert max(len(rows) for _, rows in chunks) * 262_144 * 4 <= sampler._CHUNK_BYTES_CPU
-    assert sorted(np.concatenate([rows for _, rows in chunks])) == list(range(len(MIXED) * (1000 // len(MIXED))))
+    assert max(len(rows) for _, rows, _ in chunks) * 262_144 * 4 <= sampler._CHUNK_BYTES_CPU
+    assert sorted(np.concatenate([rows for _, rows, _ in chunks])) == list(range(len(MIXED) * (1000 // len(MIXED))))
 
 
 def test_the_logits_are_not_changed() -> None:
