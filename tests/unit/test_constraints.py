@@ -196,7 +196,8 @@ def test_rows_without_a_constraint_are_what_they_are_alone() -> None:
 
 
 def test_greedy_twins_are_those_with_the_same_constraint() -> None:
-    rows = [{"prompt": "p"} | row for row in ({}, {"choices": ["a"]}, {"choices": ["b"]}, {"regex": "b"}, {})]
+    different: list[Row] = [{}, {"choices": ["a"]}, {"choices": ["b"]}, {"regex": "b"}, {}]
+    rows = [{"id": i, "prompt": "p"} | row for i, row in enumerate(different)]
     results = run(rows, SamplingParams(max_tokens=1))
     assert [result["text"] for result in results[1:4]] == ["a", "b", "b"]
     assert results[0]["text"] == results[4]["text"] not in ("a", "b")
@@ -262,7 +263,7 @@ def test_equal_constraints_are_compiled_once(monkeypatch: pytest.MonkeyPatch) ->
     assert compiled == [Constraint("regex", "a[bc]{4}"), Constraint("choices", ("x",))]
 
 
-EVER_MORE_STATES = "([a-z ]*)[aeiou]([a-z ]){40}"
+EVER_MORE_STATES = "b{8}([a-z ]*)[aeiou]([a-z ]){40}"  # after some tokens
 
 
 def limited_states(monkeypatch: pytest.MonkeyPatch, count: int) -> None:
@@ -271,7 +272,7 @@ def limited_states(monkeypatch: pytest.MonkeyPatch, count: int) -> None:
 
 
 def test_a_limit_met_while_running_is_an_error_of_the_row(monkeypatch: pytest.MonkeyPatch) -> None:
-    limited_states(monkeypatch, 400)
+    limited_states(monkeypatch, 100)
     rows: list[Row] = [{"regex": "b{3}"}, {"regex": EVER_MORE_STATES}, {}]
     for overlap in (False, True):
         results = run(rows, SamplingParams(max_tokens=40, temperature=1.0), overlap=overlap)
@@ -312,11 +313,7 @@ def test_a_panic_ends_no_run(monkeypatch: pytest.MonkeyPatch) -> None:
 
 # ---------------------------------------------------------------- what cannot be executed
 
-DOUBLED: Any = {"type": "string"}
-for _ in range(12):
-    DOUBLED = {"allOf": [DOUBLED, DOUBLED]}
 DEEP = 10_000
-PATTERNS = range(60)
 HOSTILE: dict[str, tuple[Row, str]] = {
     "no regex": ({"regex": "(a"}, "unclosed group"),
     "look-ahead": ({"regex": "(?=a)b"}, "look-around"),
@@ -329,7 +326,7 @@ HOSTILE: dict[str, tuple[Row, str]] = {
     "no JSON": ({"json_schema": "{"}, "it is no JSON"),
     "injection": ({"json_schema": '{}}, {"regex": "a"'}, "it is no JSON"),
     "a number": ({"json_schema": "3"}, "it is no object"),
-    "false": ({"json_schema": "false"}, "nsatisfiable"),
+    "false": ({"json_schema": "false"}, "nothing meets it"),
     "unknown type": ({"json_schema": '{"type": "secret"}'}, "type"),
     "unsupported": ({"json_schema": '{"not": {"type": "string"}}'}, "not"),
     "remote": ({"json_schema": '{"$ref": "http://localhost:1/x.json"}'}, ""),
@@ -340,7 +337,6 @@ HOSTILE: dict[str, tuple[Row, str]] = {
         {"json_schema": '{"type": "object", "properties": {"a": {"$ref": "#"}}, "required": ["a"]}'},
         "endless",
     ),
-    "doubled": ({"json_schema": json.dumps(DOUBLED)}, ""),
     "exponential": (
         {
             "json_schema": json.dumps(
