@@ -13,8 +13,8 @@ def parse_schema(text: str) -> dict[str, Any] | Literal[True]:
     """The schema that a text holds.
 
     Raises:
-        ValueError: it is no JSON, no schema, false, too deep or too long, or endless: nothing finite can be written for it.
-            The message quotes nothing of the text.
+        ValueError: it is no JSON, no schema, false, too deep or too long, or endless: nothing finite can be written
+            for it. The message quotes nothing of the text.
     """
     if len(text) > _MAX_CHARACTERS:
         raise ValueError(f"it has {len(text)} characters, must have at most {_MAX_CHARACTERS}")
