@@ -76,8 +76,8 @@ class Constraint:
         if self.column == "regex":
             return llguidance.LLMatcher.grammar_from_regex(self.value)
         try:
-            parse_schema(self.value)
-            return llguidance.LLMatcher.grammar_from_json_schema(self.value, defaults=_JSON_STYLE)
+            text = "{}" if parse_schema(self.value) is True else self.value
+            return llguidance.LLMatcher.grammar_from_json_schema(text, defaults=_JSON_STYLE)
         except ValueError as error:
             raise self.error(str(error)) from None
 
@@ -112,6 +112,7 @@ class Grammars:
 
     Attributes:
         words: int32 words of a mask.
+        usable: int32 [words], the tokens that any mask may allow: those of the model.
     """
 
     def __init__(
@@ -122,15 +123,15 @@ class Grammars:
         size = max(vocab_size, len(tokenizer))
         if not end_token_ids and tokenizer.eos_token_id is not None:
             end_token_ids = (tokenizer.eos_token_id,)
-        # Where nothing ends a text, one token more than there are stands for its end.
-        ends = [token for token in end_token_ids if token < size] or [size]
-        size = max(size, ends[-1] + 1)
+        ends = [token for token in end_token_ids if token < size]
+        # Where nothing ends a text, the compiler still wants a token that does; it is never allowed.
+        stand_in = [] if ends else [next(iter(tokenizer.all_special_ids), 0)]
         self.tokenizer = llguidance.hf.from_tokenizer(
-            cast("PreTrainedTokenizerFast", tokenizer), n_vocab=size, eos_token=ends
+            cast("PreTrainedTokenizerFast", tokenizer), n_vocab=size, eos_token=ends or stand_in
         )
         self.words = -(-size // 32)
         self._compiled: OrderedDict[Constraint, Grammar] = OrderedDict()
-        self._in_vocabulary = _first_bits(vocab_size, self.words)
+        self.usable = _bits(np.setdiff1d(np.arange(vocab_size), stand_in), self.words)
 
     def compiled(self, constraint: Constraint) -> Grammar:
         """The grammar of a constraint that `check_grammars` found nothing wrong with.
@@ -170,7 +171,7 @@ class Grammars:
     def _mask(self, matcher: llguidance.LLMatcher) -> npt.NDArray[np.int32]:
         """int32 [words]: allowed tokens of the model's vocabulary."""
         words = np.frombuffer(matcher.compute_bitmask(), np.int32)[: self.words]
-        return np.bitwise_and(words, self._in_vocabulary)
+        return np.bitwise_and(words, self.usable)
 
     def _probed(self, matcher: llguidance.LLMatcher, mask: npt.NDArray[np.int32]) -> llguidance.LLMatcher:
         """The matcher, some tokens on."""
@@ -269,8 +270,8 @@ def _shortened(reason: str) -> str:
     return told if len(told) <= _SHOWN_CHARACTERS else f"{told[: _SHOWN_CHARACTERS - 1]}…"
 
 
-def _first_bits(count: int, words: int) -> npt.NDArray[np.int32]:
-    """int32 [words] of which the first `count` bits are set."""
+def _bits(tokens: npt.NDArray[np.int64], words: int) -> npt.NDArray[np.int32]:
+    """int32 [words] of which the bits of the given tokens are set."""
     bits = np.zeros(32 * words, np.uint8)
-    bits[:count] = 1
+    bits[tokens] = 1
     return np.packbits(bits, bitorder="little").view(np.int32)

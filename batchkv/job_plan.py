@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from batchkv.carried import CachedNodes
 from batchkv.memory_plan import MemoryPlan, PageCosts
 from batchkv.sequence import SequenceTable
 from batchkv.trie import PrefixTrie
@@ -46,6 +47,7 @@ class Plan:
         order: how the children of a node were ordered.
         prompt_tokens: tokens of all rows' prompts.
         shared: the prefixes that save most, best first.
+        cached: what has KV before the wave begins.
     """
 
     trie: PrefixTrie
@@ -55,11 +57,12 @@ class Plan:
     order: str
     prompt_tokens: int
     shared: tuple[SharedPrefix, ...]
+    cached: CachedNodes
 
     @property
     def prefill_tokens(self) -> int:
-        """Prompt tokens that go through the model: every trie token once."""
-        return self.trie.num_tokens
+        """Prompt tokens that go through the model: every trie token once, but for those that have KV already."""
+        return int(self.cached.to_prefill(self.trie).sum())
 
     def cached_tokens(self) -> npt.NDArray[np.int64]:
         """int64 [outputs]: prompt tokens that need not be computed for each output.
@@ -70,7 +73,8 @@ class Plan:
         if len(sequences) == 0:
             return np.zeros(0, np.int64)
         computed = np.zeros(len(sequences), np.int64)
-        np.add.at(computed, self.costs.first_sequence, self.trie.lengths)
+        needed = np.flatnonzero(self.cached.is_needed & (self.trie.prompt_hi > self.trie.prompt_lo))
+        np.add.at(computed, self.costs.first_sequence[needed], self.cached.to_prefill(self.trie)[needed])
         sequence, first = np.unique(sequences.output_sequence, return_index=True)
         cached = self.trie.end[self.trie.prompt_node[sequences.prompt[sequences.output_sequence]]].astype(np.int64)
         cached[first] -= computed[sequence]

@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import json
-from typing import Any
+from typing import Any, Literal
 
 _MAX_DEPTH = 100  # of its JSON; compilers of schemas recurse
 _MAX_CHARACTERS = 1 << 18  # 256 Ki; for objects of a thousand properties
 
 
-def parse_schema(text: str) -> dict[str, Any] | bool:
+def parse_schema(text: str) -> dict[str, Any] | Literal[True]:
     """The schema that a text holds.
 
     Raises:
-        ValueError: it is no JSON, no schema, too deep or too long, or endless: nothing finite can be written for it.
-            The message quotes nothing of the text.
+        ValueError: it is no JSON, no schema, false, too deep or too long, or endless: nothing finite can be written
+            for it. The message quotes nothing of the text.
     """
     if len(text) > _MAX_CHARACTERS:
         raise ValueError(f"it has {len(text)} characters, must have at most {_MAX_CHARACTERS}")
@@ -26,6 +26,8 @@ def parse_schema(text: str) -> dict[str, Any] | bool:
         raise ValueError("it is no JSON") from None
     if not isinstance(schema, (dict, bool)):
         raise ValueError("it is no object")
+    if schema is False:
+        raise ValueError("it is false: nothing meets it")
     if _is_deeper(schema, _MAX_DEPTH):
         raise ValueError(f"it is nested deeper than {_MAX_DEPTH} levels")
     if not _has_end(schema):

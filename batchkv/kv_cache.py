@@ -140,11 +140,14 @@ class KVCache:
         """A new, empty sequence."""
         return self._new_handle()
 
-    def fork(self, parent: int) -> int:
-        """A new sequence with the tokens of `parent` so far; takes no page."""
+    def fork(self, parent: int, length: int | None = None) -> int:
+        """A new sequence with the first `length` tokens of `parent`, by default all; takes no page.
+
+        Behind windows the pages of a shorter prefix may have been given back, so there it has to be all.
+        """
         child = self._new_handle()
-        self._lengths[child] = self._lengths[parent]
-        num_pages = self._num_pages(int(self._lengths[parent]))
+        self._lengths[child] = self._lengths[parent] if length is None else length
+        num_pages = self._num_pages(int(self._lengths[child]))
         for group in self._groups:
             group.page_table[child] = group.page_table[parent]
             group.first_page[child] = group.first_page[parent]

@@ -82,7 +82,7 @@ class Matchers:
         bits[has_begun] = self._masks[self._slot[limited[has_begun]]]
         for row in np.flatnonzero(~has_begun).tolist():
             bits[row] = self._grammars.compiled(self._constraints[self._constraint[limited[row]]]).first_mask
-        return AllowedTokens(rows, bits)
+        return AllowedTokens(rows, bits & self._grammars.usable)
 
     def advance(self, sequences: Int64Array, token_ids: npt.NDArray[np.int32]) -> BoolArray:
         """Takes the next token of each of `sequences` [N]; bool [N], whether the text is complete with it.

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
+from batchkv.carried import CachedNodes
 from batchkv.kv_layout import KVLayout
 from batchkv.sequence import SequenceTable
 from batchkv.trie import PrefixTrie
@@ -36,6 +37,7 @@ class PageCosts:
         sequences: int64 [G, sequences], pages at most held by each sequence below its node.
         first_sequence, last_sequence: int64 [nodes], the lifetime of each node, both ends included.
         takes_over: bool [sequences], the only sequence of a leaf: it goes on in the leaf's own pages, others fork.
+        keeps: bool [sequences], its pages and those of the nodes above it are held until all have ended.
     """
 
     page_size: int
@@ -44,30 +46,49 @@ class PageCosts:
     first_sequence: Int64Array
     last_sequence: Int64Array
     takes_over: npt.NDArray[np.bool_]
+    keeps: npt.NDArray[np.bool_]
 
     def peak(self, rows: int) -> Int64Array:
         """int64 [G]: most pages alive with a window of `rows` sequences."""
         num_sequences = self.sequences.shape[1]
         started = np.arange(num_sequences)
+        kept_before = np.concatenate([[0], np.cumsum(self.keeps)])
+        node_keeps = kept_before[self.last_sequence + 1] > kept_before[self.first_sequence]
+        last = np.where(self.keeps, num_sequences - 1, started)
+        last_of_node = np.where(node_keeps, num_sequences - 1, self.last_sequence)
         change = np.zeros((len(self.nodes), num_sequences + rows), np.int64)
         for group, (nodes, sequences) in enumerate(zip(self.nodes, self.sequences, strict=True)):
             np.add.at(change[group], self.first_sequence, nodes)
-            np.subtract.at(change[group], self.last_sequence + rows, nodes)
+            np.subtract.at(change[group], last_of_node + rows, nodes)
             np.add.at(change[group], started, sequences)
-            np.subtract.at(change[group], started + rows, sequences)
+            np.subtract.at(change[group], last + rows, sequences)
         peak: Int64Array = np.cumsum(change, axis=1).max(axis=1, initial=0)
         return peak
 
 
-def page_costs(trie: PrefixTrie, sequences: SequenceTable, layout: KVLayout, page_size: int) -> PageCosts:
-    """Costs of `trie` and `sequences` in pages of `page_size` tokens."""
+def page_costs(
+    trie: PrefixTrie,
+    sequences: SequenceTable,
+    layout: KVLayout,
+    page_size: int,
+    *,
+    cached: CachedNodes | None = None,
+    keeps: npt.NDArray[np.bool_] | None = None,
+) -> PageCosts:
+    """Costs of `trie` and `sequences` in pages of `page_size` tokens.
+
+    Args:
+        cached: what has KV already, in pages that are not counted here; by default nothing.
+        keeps: bool [sequences], whose pages are held to the end; by default none.
+    """
+    cached = cached or CachedNodes.none(trie)
     node = trie.prompt_node[sequences.prompt]
     length = trie.end[node].astype(np.int64)
     stored = length + sequences.max_new_tokens - 1  # the last token's KV is never needed
     takes_over = _is_alone(trie, sequences)
     nodes, below = [], []
     for window in layout.windows:
-        nodes.append(prefix_pages(trie.start, trie.end, page_size, window))
+        nodes.append(np.where(cached.is_needed, prefix_pages(cached.cached_to, trie.end, page_size, window), 0))
         below.append(sequence_pages(length, stored, takes_over, nodes[-1][node], page_size, window))
     return PageCosts(
         page_size=page_size,
@@ -76,6 +97,7 @@ def page_costs(trie: PrefixTrie, sequences: SequenceTable, layout: KVLayout, pag
         first_sequence=np.searchsorted(sequences.prompt, trie.prompt_lo),
         last_sequence=np.searchsorted(sequences.prompt, trie.prompt_hi) - 1,
         takes_over=takes_over,
+        keeps=np.zeros(len(sequences), np.bool_) if keeps is None else keeps,
     )
 
 

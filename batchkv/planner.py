@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 import numpy.typing as npt
 
+from batchkv.carried import CachedNodes, Carried, cached_nodes
 from batchkv.errors import RowError
 from batchkv.intervals import count_up, subtree_ends
 from batchkv.job_plan import TOP_PREFIXES, Plan, SharedPrefix, rows_below
@@ -18,16 +19,18 @@ from batchkv.memory_plan import (
     PageCosts,
     page_costs,
     plan_memory,
+    plan_memory_beside,
     prefix_pages,
     sequence_pages,
 )
 from batchkv.sampling_params import SamplingParams
 from batchkv.sequence import SequenceTable
-from batchkv.token_arena import TokenArena
+from batchkv.token_arena import TokenArena, joined
 from batchkv.trie import PrefixTrie, build_trie
 from batchkv.wave import Wave
 
 _PREVIEW_TOKENS = 24
+_LONGEST_FIRST = "longest first"
 
 Detokenize = Callable[[npt.NDArray[np.int32]], str]
 
@@ -128,7 +131,79 @@ def make_plan(wave: Wave, layout: KVLayout, limits: Limits, detokenize: Detokeni
         order=ordered.name,
         prompt_tokens=int(wave.arena.lengths.sum()),
         shared=_top_prefixes(ordered.trie, wave.arena, detokenize),
+        cached=CachedNodes.none(ordered.trie),
     )
+
+
+def plan_on(
+    carried: Carried, wave: Wave, needed: npt.NDArray[np.bool_], layout: KVLayout, limits: Limits
+) -> tuple[Plan, TokenArena] | None:
+    """Plans a wave that goes on from what is in the cache, and leaves in it what later waves go on from.
+
+    All that the wave computes stays, if that costs no sequence its place in flight; else what is needed; else nothing.
+
+    Args:
+        carried: what is in the cache.
+        wave: requests.
+        needed: bool [outputs], whose KV later waves go on from.
+        layout: KV of the model.
+        limits: memory and batch limits; the page size is that of `carried`.
+
+    Returns:
+        The plan, and the tokens that its trie is of; None if the wave has no room beside what is in the cache.
+    """
+    arena = joined([wave.arena, carried.arena])
+    group = np.concatenate([wave.group, carried.group])
+    new_tokens = new_token_limits(wave, limits)
+    trie = build_trie(arena, group)
+    of_requests = replace(trie, row_prompt=trie.row_prompt[: wave.num_requests])
+    trie = trie.reordered(child_orders(of_requests, wave, new_tokens)[_LONGEST_FIRST])
+    of_requests = replace(trie, row_prompt=trie.row_prompt[: wave.num_requests])
+    sequences = list_sequences(wave, of_requests, new_tokens)
+    has_sequence = np.bincount(sequences.prompt, minlength=trie.num_prompts) > 0
+    windowed = any(window is not None for window in layout.windows)
+    kept_prompt = trie.row_prompt[wave.num_requests :].astype(np.int64)
+    cached = cached_nodes(trie, kept_prompt, carried.handles, has_sequence, windowed=windowed)
+    fitted = _kept_and_fitted(carried, of_requests, sequences, needed, cached, layout, limits)
+    if fitted is None:
+        return None
+    costs, memory = fitted
+    plan = Plan(
+        trie=of_requests,
+        sequences=sequences,
+        costs=costs,
+        memory=memory,
+        order=_LONGEST_FIRST,
+        prompt_tokens=int(wave.arena.lengths.sum()),
+        shared=_top_prefixes(of_requests, arena, None),
+        cached=cached,
+    )
+    return plan, arena
+
+
+def _kept_and_fitted(
+    carried: Carried,
+    trie: PrefixTrie,
+    sequences: SequenceTable,
+    needed: npt.NDArray[np.bool_],
+    cached: CachedNodes,
+    layout: KVLayout,
+    limits: Limits,
+) -> tuple[PageCosts, MemoryPlan] | None:
+    """Costs and memory where as much is kept as there is room for; None if there is none even for the wave alone."""
+    is_needed = np.zeros(len(sequences), np.bool_)
+    is_needed[sequences.output_sequence[needed]] = True
+    widest = min(limits.max_batch_rows, max(len(sequences), 1))
+    for keeps, least in (
+        (~sequences.is_scored, widest),
+        (is_needed, max(widest // 4, 1)),
+        (np.zeros_like(is_needed), 1),
+    ):
+        costs = page_costs(trie, sequences, layout, carried.page_size, cached=cached, keeps=keeps)
+        memory = plan_memory_beside(carried, costs, layout, limits)
+        if memory is not None and memory.window_rows >= least:
+            return costs, memory
+    return None
 
 
 @dataclass(frozen=True, slots=True)
@@ -190,7 +265,7 @@ def child_orders(trie: PrefixTrie, wave: Wave, new_tokens: npt.NDArray[np.int64]
     weight = (before[subtree_ends(trie.prompt_lo, trie.prompt_hi)] - before[:-1]) / (
         trie.prompt_hi - trie.prompt_lo
     ).clip(1)
-    return {"longest first": -weight, "long and short in turn": _alternate(trie, -weight)}
+    return {_LONGEST_FIRST: -weight, "long and short in turn": _alternate(trie, -weight)}
 
 
 def _alternate(trie: PrefixTrie, key: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:

@@ -110,14 +110,15 @@ def test_bad_rows_become_error_rows_and_the_others_run(batchkv: Any, tmp_path: P
         {"id": "range", "prompt_token_ids": [5, 100000]},
         {"id": "empty", "prompt_token_ids": []},
         {"id": "long", "prompt": "x" * 600},
-        {"id": "later", "prompt": "x", "choices": ["a", "b"]},
+        {"id": "later", "prompt": "x", "tenant": "a"},
+        {"id": "schema", "prompt": "x", "json_schema": {"type": "nothing"}},
     )
     out = tmp_path / "results.parquet"
     code, _, stderr = batchkv("run", jobs, "--out", out, "--max-tokens", 4)
     assert code == 3
-    assert "10 of 12 rows have errors" in stderr
+    assert "11 of 13 rows have errors" in stderr
     results = pl.read_parquet(out)
-    assert len(results) == 12
+    assert len(results) == 13
     codes = dict(zip(results["id"].to_list()[2:], results["error_code"].to_list()[2:], strict=True))
     assert codes == {
         "a": "duplicate_id",
@@ -130,6 +131,7 @@ def test_bad_rows_become_error_rows_and_the_others_run(batchkv: Any, tmp_path: P
         "empty": "empty_prompt",
         "long": "too_long",
         "later": "unsupported",
+        "schema": "bad_schema",
     }
     assert results.filter(pl.col("error").is_null())["id"].to_list() == ["a", "b"]
     assert batchkv("run", jobs, "--out", out, "--overwrite", "--allow-row-errors", "--max-tokens", 4)[0] == 0

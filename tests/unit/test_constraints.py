@@ -23,10 +23,10 @@ from batchkv import constraints, matchers
 from batchkv.constraints import Constraint, ConstraintChecks, ConstraintError, Grammars
 from batchkv.engine import Engine
 from batchkv.grammar_check import check_grammars
-from batchkv.job import read_job
 from batchkv.json_schema import parse_schema
 from batchkv.matchers import Matchers
 from batchkv.sampling_params import RowParams, SamplingParams
+from tests.jobs import read_job
 from tests.tiny_models import EOS, FAMILIES, VOCAB_SIZE, tiny_tokenizer
 
 Row = dict[str, Any]
@@ -74,7 +74,8 @@ def grammars() -> Grammars:
 
 # ---------------------------------------------------------------- what is generated
 
-CHARACTERS = st.sampled_from([c for c in tiny_tokenizer().get_vocab() if len(c) == 1])
+# ASCII: others that begin with the same byte cannot be told apart by tokens that are whole characters
+CHARACTERS = st.sampled_from([c for c in tiny_tokenizer().get_vocab() if len(c) == 1 and c.isascii()])
 TEXTS = st.text(CHARACTERS, min_size=1, max_size=6)
 CLASSES = st.sampled_from(["[a-z]", r"\d", "th", "É", "[^0-9]", r"\.", "(in|on|e)", " "])
 REPEATS = st.sampled_from(["", "?", "{1,3}", "{2}"])
@@ -196,12 +197,13 @@ def test_rows_without_a_constraint_are_what_they_are_alone() -> None:
 
 
 def test_greedy_twins_are_those_with_the_same_constraint() -> None:
-    rows = [{"prompt": "p"} | row for row in ({}, {"choices": ["a"]}, {"choices": ["b"]}, {"regex": "b"}, {})]
+    different: list[Row] = [{}, {"choices": ["a"]}, {"choices": ["b"]}, {"regex": "b"}, {}]
+    rows = [{"id": i, "prompt": "p"} | row for i, row in enumerate(different)]
     results = run(rows, SamplingParams(max_tokens=1))
     assert [result["text"] for result in results[1:4]] == ["a", "b", "b"]
     assert results[0]["text"] == results[4]["text"] not in ("a", "b")
     plan = engine().plan(pa.Table.from_pylist(rows, schema=JOB), SamplingParams(max_tokens=1))
-    assert len(plan.sequences) == 4
+    assert plan.totals.sequences == 4
 
 
 # ---------------------------------------------------------------- matchers
@@ -262,7 +264,7 @@ def test_equal_constraints_are_compiled_once(monkeypatch: pytest.MonkeyPatch) ->
     assert compiled == [Constraint("regex", "a[bc]{4}"), Constraint("choices", ("x",))]
 
 
-EVER_MORE_STATES = "([a-z ]*)[aeiou]([a-z ]){40}"
+EVER_MORE_STATES = "b{8}([a-z ]*)[aeiou]([a-z ]){40}"  # after some tokens
 
 
 def limited_states(monkeypatch: pytest.MonkeyPatch, count: int) -> None:
@@ -270,23 +272,36 @@ def limited_states(monkeypatch: pytest.MonkeyPatch, count: int) -> None:
     monkeypatch.setattr(constraints, "LIMITS", limits)
 
 
+def beginnings(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Slots whose matchers begin again."""
+    begun: list[int] = []
+    begin_again = Matchers._begin_again
+
+    def noted(self: Matchers, slot: int) -> None:
+        begun.append(slot)
+        begin_again(self, slot)
+
+    monkeypatch.setattr(Matchers, "_begin_again", noted)
+    return begun
+
+
 def test_a_limit_met_while_running_is_an_error_of_the_row(monkeypatch: pytest.MonkeyPatch) -> None:
-    limited_states(monkeypatch, 400)
+    limited_states(monkeypatch, 50)
+    begun = beginnings(monkeypatch)
     rows: list[Row] = [{"regex": "b{3}"}, {"regex": EVER_MORE_STATES}, {}]
     for overlap in (False, True):
         results = run(rows, SamplingParams(max_tokens=40, temperature=1.0), overlap=overlap)
         assert [result["error_code"] for result in results] == [None, "bad_schema", None]
         assert "too many states" in results[1]["error"]
         assert results[0]["text"] == "bbb"
+    assert begun  # it was compiled
 
 
 def test_a_sequence_does_not_fail_by_what_others_found_out(monkeypatch: pytest.MonkeyPatch) -> None:
     """All matchers of a grammar share its states, and the limit of these."""
     limited_states(monkeypatch, 60)
     sampling = SamplingParams(max_tokens=20, temperature=3.0)
-    begun: list[int] = []
-    begin_again = Matchers._begin_again
-    monkeypatch.setattr(Matchers, "_begin_again", lambda self, slot: (begun.append(slot), begin_again(self, slot)))
+    begun = beginnings(monkeypatch)
     rows: list[Row] = [{"regex": "([a-m]{9}|[c-z]{9}|[a-p]{4}[x-z]{5}|[h-z]{5}[a-d]{4})e{4}"} for _ in range(60)]
     results = run(rows, sampling)
     assert begun
@@ -312,11 +327,7 @@ def test_a_panic_ends_no_run(monkeypatch: pytest.MonkeyPatch) -> None:
 
 # ---------------------------------------------------------------- what cannot be executed
 
-DOUBLED: Any = {"type": "string"}
-for _ in range(12):
-    DOUBLED = {"allOf": [DOUBLED, DOUBLED]}
 DEEP = 10_000
-PATTERNS = range(60)
 HOSTILE: dict[str, tuple[Row, str]] = {
     "no regex": ({"regex": "(a"}, "unclosed group"),
     "look-ahead": ({"regex": "(?=a)b"}, "look-around"),
@@ -329,7 +340,7 @@ HOSTILE: dict[str, tuple[Row, str]] = {
     "no JSON": ({"json_schema": "{"}, "it is no JSON"),
     "injection": ({"json_schema": '{}}, {"regex": "a"'}, "it is no JSON"),
     "a number": ({"json_schema": "3"}, "it is no object"),
-    "false": ({"json_schema": "false"}, "nsatisfiable"),
+    "false": ({"json_schema": "false"}, "nothing meets it"),
     "unknown type": ({"json_schema": '{"type": "secret"}'}, "type"),
     "unsupported": ({"json_schema": '{"not": {"type": "string"}}'}, "not"),
     "remote": ({"json_schema": '{"$ref": "http://localhost:1/x.json"}'}, ""),
@@ -340,7 +351,6 @@ HOSTILE: dict[str, tuple[Row, str]] = {
         {"json_schema": '{"type": "object", "properties": {"a": {"$ref": "#"}}, "required": ["a"]}'},
         "endless",
     ),
-    "doubled": ({"json_schema": json.dumps(DOUBLED)}, ""),
     "exponential": (
         {
             "json_schema": json.dumps(

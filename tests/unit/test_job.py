@@ -393,9 +393,6 @@ class TestColumns:
             ("parent", "a"),
             ("parent_sample", 0),
             ("depends_on", ["a"]),
-            ("choices", ["x", "y"]),
-            ("regex", "x+"),
-            ("json_schema", "{}"),
             ("tenant", "me"),
         ],
     )
@@ -410,8 +407,8 @@ class TestColumns:
         assert job.carried.to_pydict() == {name: [value, None]}
 
     def test_columns_not_executed_yet_may_mix_types_in_json_lines(self, tmp_path: Path) -> None:
-        job = job_of_lines(tmp_path, {"prompt": "a", "regex": 5}, {"prompt": "b", "regex": "x"}, {"prompt": "c"})
-        assert job.carried.to_pydict() == {"regex": ["5", "x", None]}
+        job = job_of_lines(tmp_path, {"prompt": "a", "tenant": 5}, {"prompt": "b", "tenant": "x"}, {"prompt": "c"})
+        assert job.carried.to_pydict() == {"tenant": ["5", "x", None]}
         assert codes(job) == {0: "unsupported", 1: "unsupported"}
 
     @pytest.mark.parametrize("name", sorted(set(RESULT_COLUMNS) - JOB_COLUMNS))

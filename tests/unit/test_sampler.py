@@ -13,7 +13,7 @@ from transformers.generation.logits_process import MinPLogitsWarper, TopKLogitsW
 
 from batchkv import sampler
 from batchkv.random_numbers import stream_key
-from batchkv.sampler import SamplingBatch
+from batchkv.sampler import AllowedTokens, SamplingBatch
 from batchkv.sampling_params import SamplingParams
 from batchkv.transfers import HostCopies
 
@@ -28,9 +28,13 @@ class Sampled:
 
 
 def draw_any(
-    logits_LV: torch.Tensor, batch: SamplingBatch, positions: np.ndarray, logits_rows: np.ndarray | None = None
+    logits_LV: torch.Tensor,
+    batch: SamplingBatch,
+    positions: np.ndarray,
+    logits_rows: np.ndarray | None = None,
+    allowed: AllowedTokens | None = None,
 ) -> Sampled:
-    sampled = sampler.sample(logits_LV, batch, positions, logits_rows)
+    sampled = sampler.sample(logits_LV, batch, positions, logits_rows, allowed)
     return Sampled(*HostCopies(sampled.token_ids, sampled.logprobs, sampled.is_valid).wait())
 
 
@@ -459,3 +463,88 @@ def test_rows_may_be_drawn_from_any_of_the_logits() -> None:
     copied = sample(logits[torch.from_numpy(picked)], batch, np.arange(len(picked)))
     assert result.token_ids.tolist() == copied.token_ids.tolist()
     assert result.logprobs.tolist() == copied.logprobs.tolist()
+
+
+# ---------------------------------------------------------------- allowed tokens
+
+
+def only(tokens: dict[int, list[int]], vocabulary: int) -> AllowedTokens:
+    """By row, what it may be given. The bits past the vocabulary are set, and mean nothing."""
+    bits = np.zeros((len(tokens), 32 * -(-vocabulary // 32)), np.uint8)
+    bits[:, vocabulary:] = 1
+    for place, row_tokens in enumerate(tokens.values()):
+        bits[place, row_tokens] = 1
+    return AllowedTokens(np.array(list(tokens), np.int64), np.packbits(bits, axis=1, bitorder="little").view(np.int32))
+
+
+@pytest.mark.parametrize("name", FILTERS)
+def test_samples_follow_the_probabilities_of_the_allowed_tokens(name: str) -> None:
+    """The likeliest token, 5, is not allowed: filters are relative to what is."""
+    count, allowed = 5_000, [0, 2, 3, 4, 6]
+    limited = torch.full_like(LOGITS, -torch.inf)
+    limited[allowed] = LOGITS[allowed]
+    expected = transformers_probabilities(limited, FILTERS[name]).numpy() * count
+    batch = batch_of(FILTERS[name]).take(np.zeros(count, np.int64))
+    masks = only(dict.fromkeys(range(count), allowed), len(LOGITS))
+    result = draw_any(LOGITS.expand(count, -1), batch, np.arange(count), allowed=masks)
+    assert result.is_valid.all()
+    observed = np.bincount(result.token_ids, minlength=len(LOGITS))
+    assert not observed[expected == 0].any()
+    kept = expected > 0
+    chi_square = ((observed[kept] - expected[kept]) ** 2 / expected[kept]).sum()
+    assert chi_square < kept.sum() - 1 + 4 * np.sqrt(2 * (kept.sum() - 1))
+
+
+@given(st.integers(0, 10**6), st.integers(1, 700), st.integers(1, 40))
+@settings(max_examples=40)
+def test_limited_rows_get_allowed_tokens_and_others_what_they_got_before(seed: int, vocabulary: int, rows: int) -> None:
+    random = np.random.default_rng(seed)
+    params = [MIXED[int(i)] for i in random.integers(0, len(MIXED), rows)]
+    logits = torch.randn(rows, vocabulary, generator=torch.Generator().manual_seed(seed)) * 3
+    is_allowed = random.random((rows, vocabulary)) < random.choice([0.02, 0.5])
+    is_allowed[np.arange(rows), random.integers(0, vocabulary, rows)] = True
+    limited = np.flatnonzero(random.random(rows) < 0.5)
+    masks = only({row: np.flatnonzero(is_allowed[row]).tolist() for row in limited.tolist()}, vocabulary)
+    free = sample(logits, batch_of(*params), np.arange(rows))
+    result = draw_any(logits, batch_of(*params), np.arange(rows), allowed=masks)
+    assert result.is_valid.all()
+    others = np.setdiff1d(np.arange(rows), limited)
+    assert result.token_ids[others].tolist() == free.token_ids[others].tolist()
+    assert result.logprobs[others].tolist() == free.logprobs[others].tolist()
+    assert is_allowed[limited, result.token_ids[limited]].all()
+    temperature = np.array([p.temperature or 1 for p in params])
+    whole = (logits.double() / torch.from_numpy(temperature)[:, None]).log_softmax(-1)
+    expected = whole[torch.arange(rows), torch.from_numpy(result.token_ids)]
+    np.testing.assert_allclose(result.logprobs, expected.numpy(), rtol=1e-5, atol=1e-5)
+    best = logits.masked_fill(torch.from_numpy(~is_allowed), -torch.inf).argmax(-1).numpy()
+    greedy = limited[[params[row].greedy for row in limited.tolist()]] if len(limited) else limited
+    assert result.token_ids[greedy].tolist() == best[greedy].tolist()
+
+
+def test_rows_whose_allowed_tokens_have_no_weight_have_no_token() -> None:
+    logits = torch.zeros(5, 40)
+    logits[1, 7] = -torch.inf
+    logits[3, 30] = torch.nan
+    logits[4, 30] = torch.inf
+    masks = only({0: [], 1: [7], 2: [7], 3: [7], 4: [7]}, 40)
+    for params in MIXED:
+        result = draw_any(logits, batch_of(params, samples=5), np.arange(5), allowed=masks)
+        assert result.is_valid.tolist() == [False, False, True, False, False]
+        assert result.token_ids[2] == 7
+
+
+def test_several_rows_of_one_distribution_are_limited_each_in_its_way() -> None:
+    masks = only({0: [1], 2: [3]}, 5)
+    logits, batch = torch.zeros(1, 5), batch_of(SamplingParams(), samples=3)
+    result = draw_any(logits, batch, np.arange(3), np.zeros(3, np.int64), masks)
+    assert result.token_ids.tolist() == [1, 0, 3]
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_allowed_tokens_on_a_gpu() -> None:
+    logits = torch.randn(60, 5000, generator=torch.Generator().manual_seed(9)) * 3
+    batch = batch_of(*MIXED, samples=60 // len(MIXED) + 1).take(np.arange(60))
+    masks = only({row: list(range(row, 5000, 97)) for row in range(0, 60, 2)}, 5000)
+    cpu, gpu = (draw_any(on, batch, np.arange(60), allowed=masks) for on in (logits, logits.cuda()))
+    assert (cpu.token_ids == gpu.token_ids).mean() > 0.98
+    assert all(token % 97 == row % 97 for row, token in enumerate(gpu.token_ids.tolist()) if row % 2 == 0)
