@@ -12,12 +12,13 @@ in which sequences end; a straggler makes the window narrower, not the pool larg
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 
-from batchkv.carried import CachedNodes
+from batchkv.carried import CachedNodes, Carried
 from batchkv.kv_layout import KVLayout
 from batchkv.sequence import SequenceTable
 from batchkv.trie import PrefixTrie
@@ -177,15 +178,10 @@ def plan_memory(
         None if not even one sequence at a time fits in pages of this size.
     """
     page_bytes = np.array(layout.group_bytes_per_token) * costs.page_size
-    # slack is for prefill: nothing to run, nothing to spare
-    is_windowed = np.array([window is not None and costs.sequences.shape[1] > 0 for window in layout.windows])
-    chunk_pages = -(-max_batch_tokens // costs.page_size)
-    for slack in (is_windowed * (chunk_pages + LEAST_SLACK_PAGES), is_windowed * LEAST_SLACK_PAGES):
-        rows = _most_rows(costs, slack, page_bytes, budget_bytes, max_rows)
-        if rows:
-            break
-    else:
+    fitted = _fitted(costs, layout, max_rows, max_batch_tokens, lambda pages: bool(pages @ page_bytes <= budget_bytes))
+    if fitted is None:
         return None
+    rows, slack = fitted
     pages = costs.peak(rows) + slack
     is_tight = rows < max_rows
     if is_tight:
@@ -203,13 +199,58 @@ def plan_memory(
     )
 
 
-def _most_rows(costs: PageCosts, slack: Int64Array, page_bytes: Int64Array, budget_bytes: int, max_rows: int) -> int:
-    """The widest window, up to `max_rows`, whose peak fits the budget; 0 if none does. The peak grows with it."""
-    fits, too_many = 0, max_rows + 1
-    while too_many - fits > 1:
-        rows = (fits + too_many) // 2
-        if (costs.peak(rows) + slack) @ page_bytes <= budget_bytes:
-            fits = rows
+def plan_memory_beside(
+    carried: Carried, costs: PageCosts, layout: KVLayout, *, budget_bytes: int, max_rows: int, max_batch_tokens: int
+) -> MemoryPlan | None:
+    """What a wave may take of a pool that others hold part of; the rest is as in `plan_memory`."""
+    page_bytes = np.array(layout.group_bytes_per_token) * costs.page_size
+    free = carried.free_pages
+    fitted = _fitted(costs, layout, max_rows, max_batch_tokens, lambda pages: bool((pages <= free).all()))
+    if fitted is None:
+        return None
+    rows, slack = fitted
+    pages = free if rows < max_rows else costs.peak(rows) + slack
+    return MemoryPlan(
+        page_size=costs.page_size,
+        pool_pages=tuple(pages.tolist()),
+        slack_pages=tuple(slack.tolist()),
+        window_rows=rows,
+        is_tight=rows < max_rows,
+        peak_tokens=int((pages + carried.held_pages) @ page_bytes) // layout.bytes_per_token,
+        budget_tokens=budget_bytes // layout.bytes_per_token,
+        bytes_per_token=layout.bytes_per_token,
+    )
+
+
+def shared_pool(layout: KVLayout, page_size: int, budget_bytes: int) -> tuple[int, ...]:
+    """Pages of each group for waves that are not known yet: as many in each, for no group can need more than the one
+    without a window.
+    """
+    page_bytes = sum(layout.group_bytes_per_token) * page_size
+    return (budget_bytes // page_bytes,) * len(layout.windows)
+
+
+def _fitted(
+    costs: PageCosts, layout: KVLayout, max_rows: int, max_batch_tokens: int, fits: Callable[[Int64Array], bool]
+) -> tuple[int, Int64Array] | None:
+    """The widest window whose pages fit, and the slack of each group; None if not even one sequence does."""
+    # slack is for prefill: nothing to run, nothing to spare
+    is_windowed = np.array([window is not None and costs.sequences.shape[1] > 0 for window in layout.windows])
+    chunk_pages = -(-max_batch_tokens // costs.page_size)
+    for slack in (is_windowed * (chunk_pages + LEAST_SLACK_PAGES), is_windowed * LEAST_SLACK_PAGES):
+        rows = _most_rows(costs, slack, max_rows, fits)
+        if rows:
+            return rows, slack
+    return None
+
+
+def _most_rows(costs: PageCosts, slack: Int64Array, max_rows: int, fits: Callable[[Int64Array], bool]) -> int:
+    """The widest window, up to `max_rows`, whose peak fits; 0 if none does. The peak grows with it."""
+    most, too_many = 0, max_rows + 1
+    while too_many - most > 1:
+        rows = (most + too_many) // 2
+        if fits(costs.peak(rows) + slack):
+            most = rows
         else:
             too_many = rows
-    return fits
+    return most

@@ -200,7 +200,14 @@ def _kept_and_fitted(
         (np.zeros_like(is_needed), 1),
     ):
         costs = page_costs(trie, sequences, layout, carried.page_size, cached=cached, keeps=keeps)
-        memory = plan_memory_beside(carried, costs, layout, limits)
+        memory = plan_memory_beside(
+            carried,
+            costs,
+            layout,
+            budget_bytes=limits.kv_bytes,
+            max_rows=limits.max_batch_rows,
+            max_batch_tokens=limits.max_batch_tokens,
+        )
         if memory is not None and memory.window_rows >= least:
             return costs, memory
     return None

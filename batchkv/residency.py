@@ -23,17 +23,26 @@ _NONE = -1  # no handle
 
 
 class Residency:
-    """Bookkeeping over a plan's nodes and sequences. Owns the `KVCache`."""
+    """Bookkeeping over a plan's nodes and sequences.
 
-    def __init__(self, plan: Plan, windows: tuple[int | None, ...]) -> None:
+    Args:
+        plan: of the wave.
+        windows: of the groups of layers.
+        cache: what the plan goes on from; by default a new one, for this wave alone.
+    """
+
+    def __init__(self, plan: Plan, windows: tuple[int | None, ...], cache: KVCache | None = None) -> None:
         memory, num_nodes, num_sequences = plan.memory, plan.trie.num_nodes, len(plan.sequences)
-        self.cache = KVCache(memory.pool_pages, windows, memory.page_size)
+        self.cache = cache or KVCache(memory.pool_pages, windows, memory.page_size)
+        self.kept: dict[int, int] = {}  # handles of sequences that have ended and stay, by sequence
         self._plan = plan
         self._windows = windows
         self._limit = np.array(memory.pool_pages) - np.array(memory.slack_pages)
         self._committed = np.zeros(len(windows), np.int64)
         self._is_resident = np.zeros(num_nodes, bool)  # or queued to be: its pages are committed
         self._is_resident[0] = True
+        self._is_complete = plan.cached.is_complete(plan.trie)  # before anything is run
+        self._is_resident |= self._is_complete
         self._node_handle = np.full(num_nodes, _NONE, np.int64)
         self._node_handle[0] = self.cache.create()
         self._in_flight_below = np.zeros(num_nodes, np.int64)
@@ -59,8 +68,13 @@ class Residency:
         return self._sequence_handle[sequences]
 
     def missing_nodes(self, sequence: int) -> list[int]:
-        """Nodes above the sequence that are not resident, from the top down."""
-        return [node for node in self._plan.trie.path(self.node_of(sequence)) if not self._is_resident[node]]
+        """Nodes between the sequence and the nearest resident one, from the top down."""
+        missing: list[int] = []
+        for node in reversed(self._plan.trie.path(self.node_of(sequence))):
+            if self._is_resident[node]:
+                break
+            missing.append(node)
+        return missing[::-1]
 
     def fits(self, sequence: int, num_generated: int) -> bool:
         """Whether the sequence and the nodes that it misses can be committed."""
@@ -83,10 +97,16 @@ class Residency:
         return missing
 
     def begin_node(self, node: int) -> int:
-        """The handle that the node's tokens are appended to: at first a fork of its parent, which is complete."""
+        """The handle that the node's tokens are appended to: at first a fork of its parent, which is complete, or of
+        what is in the cache of its own tokens.
+        """
         if self._node_handle[node] == _NONE:
-            self._node_handle[node] = self.cache.fork(int(self._node_handle[self._plan.trie.parent[node]]))
-            self.cache.trim(self._node_handle[node : node + 1])  # the parent may have grown in this very step
+            cached = self._plan.cached
+            if cached.handle[node] != _NONE:
+                self._node_handle[node] = self.cache.fork(int(cached.handle[node]), int(cached.cached_to[node]))
+            else:
+                self._node_handle[node] = self.cache.fork(self.begin_node(int(self._plan.trie.parent[node])))
+                self.cache.trim(self._node_handle[node : node + 1])  # the parent may have grown in this very step
         return int(self._node_handle[node])
 
     def begin_sequence(self, sequence: int) -> int:
@@ -109,12 +129,33 @@ class Residency:
         """The sequence has ended: it goes, and with it the nodes that it was the last to need."""
         if self._plan.sequences.score_from[sequence] < 0:
             self._ended_shares.add(num_generated / float(self._plan.sequences.max_new_tokens[sequence]))
+        if self._plan.costs.keeps[sequence] and self._in_flight[sequence]:
+            if self._sequence_handle[sequence] == _NONE:  # it ended with its first token
+                self.begin_sequence(sequence)
+            self._keep(sequence)
+            return
         if self._in_flight[sequence]:
             self.withdraw(sequence)
         for node in self._plan.trie.path(self.node_of(sequence)):
             self._unfinished_below[node] -= 1
             if self._unfinished_below[node] == 0 and self._is_resident[node]:
                 self._drop_node(node)
+
+    def _keep(self, sequence: int) -> None:
+        """Takes a sequence out of flight that stays in the cache, and with it the nodes above it."""
+        self.kept[sequence] = int(self._sequence_handle[sequence])
+        stored = self.cache.lengths(self._sequence_handle[sequence : sequence + 1])
+        held = self._pages(np.array([sequence]), stored)[:, 0]
+        self._committed -= self._expected[:, sequence] - held
+        self._expected[:, sequence] = held
+        self._in_flight[sequence] = False
+        self.num_in_flight -= 1
+
+    def release_nodes(self) -> None:
+        """Frees the nodes when all sequences have ended: what is left in the cache is what is kept."""
+        for node in np.flatnonzero(self._node_handle != _NONE).tolist():
+            self.cache.free(int(self._node_handle[node]))
+            self._node_handle[node] = _NONE
 
     def withdraw(self, sequence: int) -> None:
         """Takes a sequence out of flight and frees its pages; its nodes stay, unless it had taken one over."""
@@ -136,7 +177,7 @@ class Residency:
         Args:
             keep_above: a sequence that is about to be admitted, whose nodes stay.
         """
-        is_idle = self._is_resident & (self._in_flight_below == 0)
+        is_idle = self._is_resident & (self._in_flight_below == 0) & ~self._is_complete
         is_idle[0] = False
         if keep_above is not None:
             is_idle[self._plan.trie.path(self.node_of(keep_above))] = False

@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from batchkv.job_plan import Plan
-from batchkv.kv_cache import Appended, in_few_rounds
+from batchkv.kv_cache import Appended, KVCache, in_few_rounds
 from batchkv.kv_layout import KVLayout
 from batchkv.residency import Residency
 from batchkv.scoring import ScoreTable, build_score_table
@@ -88,6 +88,7 @@ class Scheduler:
         scores: what is scored in the plan; built here if it is not given.
         max_batch_rows: most sequences in flight.
         max_batch_tokens: most tokens in a step.
+        cache: what the plan goes on from; by default a new one.
     """
 
     def __init__(
@@ -100,6 +101,7 @@ class Scheduler:
         *,
         max_batch_rows: int,
         max_batch_tokens: int,
+        cache: KVCache | None = None,
     ) -> None:
         self.preempted_sequences = 0
         self._plan, self._arena, self._generated = plan, arena, generated
@@ -107,7 +109,7 @@ class Scheduler:
         self._is_scored = plan.sequences.is_scored
         self._windows = layout.windows
         self._max_batch_rows, self._max_batch_tokens = max_batch_rows, max_batch_tokens
-        self._residency = Residency(plan, layout.windows)
+        self._residency = Residency(plan, layout.windows, cache)
         self._cache = self._residency.cache
         self._first_sequence = np.searchsorted(plan.sequences.prompt, np.arange(plan.trie.num_prompts + 1))
         self._prompt_of_node = np.full(plan.trie.num_nodes, -1, np.int64)
@@ -127,6 +129,11 @@ class Scheduler:
     def is_done(self) -> bool:
         """Whether there is no further step; tokens of the last one may still be on their way."""
         return self._num_unfinished == 0
+
+    def close(self) -> dict[int, int]:
+        """When it is done: the handles of the sequences that stay in the cache, by sequence. Nothing else stays."""
+        self._residency.release_nodes()
+        return self._residency.kept
 
     def schedule(self) -> Step:
         """The next step, to be run after all those before it. `update` must have been called for all but the last."""
