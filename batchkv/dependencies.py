@@ -211,6 +211,8 @@ def _one_cycle(circle: Set[int], required: Mapping[int, Rows]) -> list[int]:
 
 def _downstream(broken: Set[int], required: Mapping[int, Rows], ids: pa.Array) -> dict[int, RowError]:
     """The rows that depend on those in `broken` and are none of them."""
+    if not broken:
+        return {}
     waiting = _waiting({row: rows for row, rows in required.items() if row not in broken})
     errors: dict[int, RowError] = {}
     for cause in sorted(broken & waiting.keys()):
