@@ -182,7 +182,8 @@ def test_against_the_definition(graph: tuple[list[list[int]], dict[int, int], li
 
     def above(row: int, stop: set[int]) -> set[int]:
         """Rows that `row` waits for, through others that are not in `stop`."""
-        reached, new = set(), [] if row in stop else [row]
+        reached: set[int] = set()
+        new = [] if row in stop else [row]
         while new:
             later = edges[new.pop()] - reached
             reached |= later
@@ -217,7 +218,11 @@ def test_against_the_definition(graph: tuple[list[list[int]], dict[int, int], li
 
 
 def test_columns_of_arrow_and_of_json_lines_say_the_same() -> None:
-    cells = {"parent": [None, "a", None], "parent_sample": [0, 1, None], "depends_on": [[], ["a", "b"], None]}
+    cells: dict[str, list[Any]] = {
+        "parent": [None, "a", None],
+        "parent_sample": [0, 1, None],
+        "depends_on": [[], ["a", "b"], None],
+    }
     as_arrow = {name: arrow(values) for name, values in cells.items()}
     expected = References({1: "a"}, {1: 1}, {1: ("a", "b")})
     for columns in (cells, as_arrow):
