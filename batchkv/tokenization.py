@@ -108,7 +108,7 @@ def _encode(
     tokens: list[TokenIds] = []
     lengths: list[npt.NDArray[np.int64]] = []
     for start in range(0, len(texts), BATCH_TEXTS):
-        ids = _token_ids(texts.slice(start, BATCH_TEXTS).to_pylist(), tokenizer, add_special_tokens)
+        ids = token_ids_of(texts.slice(start, BATCH_TEXTS).to_pylist(), tokenizer, add_special_tokens)
         lengths.append(np.fromiter(map(len, ids), np.int64, len(ids)))
         tokens.append(np.fromiter(chain.from_iterable(ids), np.int32, int(lengths[-1].sum())))
         on_progress("tokenize", start + len(ids), len(texts))
@@ -116,7 +116,8 @@ def _encode(
     return _without_second_bos(texts, arena, tokenizer) if adds_bos else arena
 
 
-def _token_ids(texts: list[str], tokenizer: Tokenizer, add_special_tokens: bool) -> list[list[int]]:
+def token_ids_of(texts: list[str], tokenizer: Tokenizer, add_special_tokens: bool) -> list[list[int]]:
+    """The token ids of each text; no more than `BATCH_TEXTS` are meant to be handed over at once."""
     # Not verbose: the tokenizer would warn of its own length limit, which is not the model's.
     encoding = tokenizer(
         texts,
@@ -132,7 +133,7 @@ def _token_ids(texts: list[str], tokenizer: Tokenizer, add_special_tokens: bool)
 def _adds_bos(tokenizer: Tokenizer) -> bool:
     if tokenizer.bos_token_id is None:
         return False
-    return _token_ids([""], tokenizer, True)[0][:1] == [tokenizer.bos_token_id]
+    return token_ids_of([""], tokenizer, True)[0][:1] == [tokenizer.bos_token_id]
 
 
 def _without_second_bos(texts: pa.LargeStringArray, arena: TokenArena, tokenizer: Tokenizer) -> TokenArena:
