@@ -153,6 +153,13 @@ def test_a_long_chain_needs_no_recursion() -> None:
     assert set(codes(find(list(range(CHAIN)), parent=links)).values()) == {"dependency_cycle"}
 
 
+def test_many_paths_to_a_row_are_walked_once() -> None:
+    """Two rows in each of 60 generations, each waiting for both before them: 2^60 paths."""
+    links: list[Any] = [[], [], *([row - row % 2 - 2, row - row % 2 - 1] for row in range(2, 120))]
+    assert find(list(range(120)), depends_on=links).failed_by(1) == tuple(range(2, 120))
+    assert len(find(list(range(120)), depends_on=links, failed=(0,)).errors) == 118
+
+
 @st.composite
 def graphs(draw: st.DrawFn) -> tuple[list[list[int]], dict[int, int], list[int], set[int]]:
     """What each row names (a number past the last is no row), its parent's sample, each row's n, rows that failed."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -210,6 +211,25 @@ def test_the_same_turn_is_made_once(monkeypatch: pytest.MonkeyPatch) -> None:
     assert calls == []
     maker.token_ids([Turn(TURN, end)])  # two others have been used since
     assert calls == ["tokenize 1"]
+
+
+def test_what_was_used_last_is_kept() -> None:
+    made: list[str] = []
+
+    def make(keys: Sequence[str]) -> list[str]:
+        made.extend(keys)
+        return [key.upper() for key in keys]
+
+    cache = turns._Cache(make, 2)
+    assert cache.values(["a", "b", "a"]) == {"a": "A", "b": "B"}
+    assert cache.values(["a", "c"]) == {"a": "A", "c": "C"}  # b goes
+    assert cache.values(["a"]) == {"a": "A"}
+    assert made == ["a", "b", "c"]
+    assert cache.values(["b", "c", "d"]) == {"b": "B", "c": "C", "d": "D"}  # more than it keeps
+    cache.values(["x" * (turns._MAX_CACHED_CHARACTERS + 1)] * 2)
+    assert made[3:] == ["b", "d", "x" * (turns._MAX_CACHED_CHARACTERS + 1)]
+    assert cache.values(["c", "d"]) == {"c": "C", "d": "D"}
+    assert len(made) == 6
 
 
 def test_what_ended_a_sample() -> None:
