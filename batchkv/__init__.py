@@ -6,21 +6,23 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 from batchkv.errors import UserError
-from batchkv.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
     from batchkv.config import EngineConfig
     from batchkv.engine import Engine, plan
     from batchkv.job_plan import JobPlan
+    from batchkv.sampling_params import SamplingParams
 
 __version__ = "0.1.0"
 __all__ = ["Engine", "EngineConfig", "JobPlan", "SamplingParams", "UserError", "plan"]
 
-# imported when first used: torch and transformers take seconds
+# Imported when first used: torch and transformers take seconds, and a process that renders templates needs not
+# even numpy.
 _LAZY = {
     "Engine": "batchkv.engine",
     "EngineConfig": "batchkv.config",
     "JobPlan": "batchkv.job_plan",
+    "SamplingParams": "batchkv.sampling_params",
     "plan": "batchkv.engine",
 }
 

@@ -16,6 +16,10 @@ RowErrorCode = Literal[
     "bad_parameter",  # a sampling parameter out of range or of the wrong type
     "bad_schema",  # choices, regex or json_schema that cannot be compiled, or grew too complex for it while running
     "too_long",  # longer than the model's context or than the KV budget
+    "missing_dependency",  # of a row or a sample that the job does not have, or of the row itself
+    "dependency_cycle",  # rows that wait for each other in a circle
+    "dependency_failed",  # a row that this one depends on, itself or through others, has an error
+    "bad_template",  # a text that other rows' outputs go into and that cannot be rendered
     "bad_logits",  # the model gave no distribution to sample from (NaN or infinite logits)
     "unsupported",  # a column of the job format that this version does not execute
 ]

@@ -6,14 +6,14 @@ from collections.abc import Mapping
 from itertools import chain
 from typing import Any, Protocol
 
-import jinja2
 import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from batchkv.chat_template import render_conversations
 from batchkv.errors import RowError, UserError
-from batchkv.job import Job, Message
+from batchkv.job import Job
 from batchkv.progress import OnProgress, no_progress
 from batchkv.token_arena import TokenArena, TokenIds, joined
 
@@ -50,7 +50,7 @@ def tokenize(
         return prompts.token_ids, {}
     if tokenizer is None:
         raise UserError("without a tokenizer only prompt_token_ids can be run: name one with --tokenizer")
-    rendered, errors = _render(prompts.conversations, tokenizer, on_progress)
+    rendered, errors = render_conversations(prompts.conversations, tokenizer, on_progress)
     arenas: list[TokenArena] = []
     source = np.full(job.num_rows, -1, np.int64)  # where each row is in `arenas`, one after the other
     for rows, texts, add_special_tokens in (
@@ -98,54 +98,6 @@ def check_prompts(
     return {row: error for row, error in sorted(found.items()) if row not in job.errors and row not in errors}
 
 
-def _render(
-    conversations: Mapping[int, list[Message]], tokenizer: Tokenizer, on_progress: OnProgress
-) -> tuple[dict[int, str], dict[int, RowError]]:
-    """The text of each conversation, and what is wrong with those that have none, by row number."""
-    if not getattr(tokenizer, "chat_template", None):
-        return {}, dict.fromkeys(conversations, _NO_TEMPLATE)
-    rendered: dict[int, str] = {}
-    errors: dict[int, RowError] = {}
-    waiting = list(conversations)
-    for start in range(0, len(waiting), BATCH_TEXTS):
-        rows = waiting[start : start + BATCH_TEXTS]
-        for row, outcome in zip(rows, _render_batch([conversations[row] for row in rows], tokenizer), strict=True):
-            if isinstance(outcome, RowError):
-                errors[row] = outcome
-            elif _is_unicode(outcome):
-                rendered[row] = outcome
-            else:
-                errors[row] = _NOT_UNICODE
-        on_progress("chat template", len(rendered) + len(errors), len(conversations))
-    return rendered, errors
-
-
-def _render_batch(conversations: list[list[Message]], tokenizer: Tokenizer) -> list[str | RowError]:
-    """All at once, which takes half the time; one by one if one of them fails."""
-    try:
-        return list(tokenizer.apply_chat_template(conversations, tokenize=False, add_generation_prompt=True))
-    except Exception:  # a template is a program of its own and can fail in any way
-        return [_render_one(messages, tokenizer) for messages in conversations]
-
-
-def _render_one(messages: list[Message], tokenizer: Tokenizer) -> str | RowError:
-    try:
-        return str(tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True))
-    except Exception as error:
-        return RowError("bad_messages", f"the chat template fails with {_reason(error, messages)}")
-
-
-def _reason(error: Exception, messages: list[Message]) -> str:
-    """The first line of what a template complains of, unless that quotes a message."""
-    kind = type(error).__name__
-    if not isinstance(error, jinja2.TemplateError):
-        return kind
-    line = next(iter(str(error).splitlines()), "")[:200]
-    contents = (str(message.get("content") or "").strip() for message in messages)
-    quotes = any(content and (content in line or line in content) for content in contents)
-    return kind if quotes or not line else f"{kind}: {line}"
-
-
 def _encode(
     texts: pa.LargeStringArray, tokenizer: Tokenizer, on_progress: OnProgress, *, add_special_tokens: bool
 ) -> TokenArena:
@@ -156,7 +108,7 @@ def _encode(
     tokens: list[TokenIds] = []
     lengths: list[npt.NDArray[np.int64]] = []
     for start in range(0, len(texts), BATCH_TEXTS):
-        ids = _token_ids(texts.slice(start, BATCH_TEXTS).to_pylist(), tokenizer, add_special_tokens)
+        ids = token_ids_of(texts.slice(start, BATCH_TEXTS).to_pylist(), tokenizer, add_special_tokens)
         lengths.append(np.fromiter(map(len, ids), np.int64, len(ids)))
         tokens.append(np.fromiter(chain.from_iterable(ids), np.int32, int(lengths[-1].sum())))
         on_progress("tokenize", start + len(ids), len(texts))
@@ -164,7 +116,8 @@ def _encode(
     return _without_second_bos(texts, arena, tokenizer) if adds_bos else arena
 
 
-def _token_ids(texts: list[str], tokenizer: Tokenizer, add_special_tokens: bool) -> list[list[int]]:
+def token_ids_of(texts: list[str], tokenizer: Tokenizer, add_special_tokens: bool) -> list[list[int]]:
+    """The token ids of each text; no more than `BATCH_TEXTS` are meant to be handed over at once."""
     # Not verbose: the tokenizer would warn of its own length limit, which is not the model's.
     encoding = tokenizer(
         texts,
@@ -180,7 +133,7 @@ def _token_ids(texts: list[str], tokenizer: Tokenizer, add_special_tokens: bool)
 def _adds_bos(tokenizer: Tokenizer) -> bool:
     if tokenizer.bos_token_id is None:
         return False
-    return _token_ids([""], tokenizer, True)[0][:1] == [tokenizer.bos_token_id]
+    return token_ids_of([""], tokenizer, True)[0][:1] == [tokenizer.bos_token_id]
 
 
 def _without_second_bos(texts: pa.LargeStringArray, arena: TokenArena, tokenizer: Tokenizer) -> TokenArena:
@@ -192,18 +145,3 @@ def _without_second_bos(texts: pa.LargeStringArray, arena: TokenArena, tokenizer
     lengths = arena.lengths.copy()
     lengths[np.searchsorted(arena.offsets, twice, side="right") - 1] -= 1
     return TokenArena.from_lengths(np.delete(arena.tokens, twice), lengths)
-
-
-def _is_unicode(text: str) -> bool:
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        return False
-    return True
-
-
-_NOT_UNICODE = RowError("bad_prompt", "the text holds half of a surrogate pair, which is no character")
-_NO_TEMPLATE = RowError(
-    "bad_messages",
-    "the tokenizer has no chat template: use prompt or prompt_token_ids, or a tokenizer that has one",
-)

@@ -148,6 +148,7 @@ def test_the_template_is_applied_to_a_batch_at_once_and_to_each_only_if_one_fail
 
     monkeypatch.setattr(PreTrainedTokenizerFast, "apply_chat_template", spy)
     monkeypatch.setattr("batchkv.tokenization.BATCH_TEXTS", 2)
+    monkeypatch.setattr("batchkv.chat_template._BATCH_CONVERSATIONS", 2)
     conversations = [[{"role": role, "content": role}] for role in ("user", "assistant", "user", "tool")]
     said: list[tuple[str, int, int]] = []
     arena, errors = tokenize(job_of(messages=conversations), tokenizer, lambda *step: said.append(step))
