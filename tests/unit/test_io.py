@@ -15,8 +15,8 @@ import pytest
 from batchkv.errors import UserError
 from batchkv.io import write
 from batchkv.io.columns import storable, to_cells
-from batchkv.io.read import JobTable, open_jobs
-from batchkv.io.write import check_schema, checked_target, write_table
+from batchkv.io.read import JobTable
+from batchkv.io.write import write_table
 from tests.jobs import read_block
 
 TABLE = pa.table({"id": ["a", "b"], "prompt": ["one", "two"], "score": [1, 2]})

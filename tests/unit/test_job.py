@@ -21,6 +21,7 @@ from batchkv.io.columns import JOB_COLUMNS, PARAMETER_COLUMNS, RESULT_COLUMNS
 from batchkv.io.write import write_table
 from batchkv.job import Job
 from batchkv.sampling_params import SamplingParams
+from tests.jobs import read_job
 
 DEFAULTS = SamplingParams(max_tokens=7, temperature=0.5)
 USER = {"role": "user", "content": "hi"}
