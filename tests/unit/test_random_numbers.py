@@ -30,8 +30,8 @@ def chi_square_per_freedom(numbers: np.ndarray, bins: int = 256) -> float:
 
 
 def test_streams_are_the_same_in_every_version() -> None:
-    assert stream_key(0, 0, 0) == 0xE1E91674E5F7E01B
-    assert stream_key(-1, "é", 3) == 0x8240600227D51B64
+    assert stream_key(0, 0, 0) == 0x0E19AD7D11984A12
+    assert stream_key(-1, "é", 3) == 0xFCAB0A8F4AD3BDFB
     numbers = uniforms(np.array([0, 1, 2**64 - 1], np.uint64), np.array([0, 7, 2**40]))
     assert numbers.tolist() == [0.6524484863740322, 0.2469652021453378, 0.5440041384053077]
 
