@@ -16,8 +16,9 @@ from batchkv.errors import UserError
 from batchkv.io import write
 from batchkv.io.carried import CarriedSchema, conformed
 from batchkv.io.columns import storable, to_cells
-from batchkv.io.read import JobTable
-from batchkv.io.write import write_table
+from batchkv.io.read import JobTable, open_jobs
+from batchkv.io.write import check_schema, checked_target, write_table
+from batchkv.job import carried_columns
 from tests.jobs import read_block
 
 TABLE = pa.table({"id": ["a", "b"], "prompt": ["one", "two"], "score": [1, 2]})
@@ -113,7 +114,7 @@ class TestReading:
         ("limit", "expected"), [(0, [[]]), (2, ["ab"]), (3, ["abc"]), (4, ["abc", "d"]), (9, ["abc", "de"])]
     )
     def test_a_limit_ends_in_the_middle_of_a_block(
-        self, monkeypatch: pytest.MonkeyPatch, limit: int, expected: list[Any]
+        self, monkeypatch: pytest.MonkeyPatch, limit: int, expected: list[str]
     ) -> None:
         monkeypatch.setattr("batchkv.io.read.BLOCK_ROWS", 3)
         read = open_jobs(pa.table({"prompt": list("abcde")})).blocks(limit)
