@@ -308,12 +308,13 @@ class TestCarriedSchema:
     def test_a_block_takes_the_types_of_all_and_is_null_where_it_lacks_a_column(self) -> None:
         blocks = [pa.table({"x": [1, 2]}), pa.table({"y": ["a"], "x": [0.5]}), pa.table({"x": [None]})]
         schema = self.schema_of(*blocks)
-        joined = pa.concat_tables([conformed(block, schema) for block in blocks])
+        joined = pa.concat_tables([conformed(block, schema, block.num_rows) for block in blocks])
         assert joined.schema == schema
         assert joined.to_pydict() == {"x": [1.0, 2.0, 0.5, None], "y": [None, None, "a", None]}
 
-    def test_without_columns_there_are_still_rows(self) -> None:
-        assert conformed(pa.table({"x": [1, 2]}), pa.schema([])).num_columns == 0
+    def test_a_block_without_any_column_has_its_rows(self) -> None:
+        assert conformed(pa.table({}), pa.schema({"x": pa.int64()}), 2).to_pydict() == {"x": [None, None]}
+        assert conformed(pa.table({}), pa.schema([]), 2).num_columns == 0
 
 
 class TestFingerprint:
