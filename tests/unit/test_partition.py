@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import numpy as np
 import numpy.typing as npt
 import pytest
@@ -48,13 +50,11 @@ def test_every_row_is_in_one_part_and_parts_follow_each_other(prompts: list[list
         row for row, prompt in enumerate(prompts) if prompt
     ]
     at = places(arena, group)
-    for left, right in zip(parts, parts[1:], strict=False):
+    for left, right in pairwise(parts):
         assert at[left].max() <= at[right].min()
-    for part in parts:
-        # a part whose rows could be cut no further may be too large only by its last row
-        largest = outputs[part].max(), arena.lengths[part].max()
-        few = len(part) <= 2
-        assert few or outputs[part].sum() <= 4 * max_outputs + largest[0] or arena.lengths[part].sum() <= 4 * max_tokens
+    # Rows between two splitters are cut by their number: those with most outputs and tokens can come together.
+    assert all(outputs[part].sum() <= 3 * (2 * max_outputs + 1) for part in parts)
+    assert all(arena.lengths[part].sum() <= 4 * (2 * max_tokens + 1) for part in parts)
 
 
 def random_job(rows: int, seed: int) -> TokenArena:
@@ -119,8 +119,6 @@ def test_tenants_are_together() -> None:
     arena = arena_of([[1, 2, 3]] * 300)
     group = np.arange(300, dtype=np.int32) % 3
     parts = partition(arena, group, np.ones(300, np.int64), max_outputs=100, max_tokens=1 << 30)
-    order = np.concatenate([group[part] for part in parts])
-    assert (np.diff(np.sort(order)) >= 0).all()
     for one in range(3):
         assert sum(one in group[part] for part in parts) <= 2
 
