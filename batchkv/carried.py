@@ -4,15 +4,24 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from enum import IntEnum
 
 import numpy as np
 import numpy.typing as npt
 
 from batchkv.kv_cache import KVCache
 from batchkv.token_arena import TokenArena
-from batchkv.trie import PrefixTrie
+from batchkv.trie import PrefixTrie, build_trie
 
 Int64Array = npt.NDArray[np.int64]
+
+
+class Keep(IntEnum):
+    """Which sequences of a wave stay in the cache for the waves after it."""
+
+    NOTHING = 0
+    NEEDED = 1  # those that later rows continue
+    ALL = 2
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -20,17 +29,14 @@ class KeptSequence:
     """A sequence that has ended and whose KV is still there.
 
     Attributes:
-        handle: in the cache.
+        handle: in the cache; -1 for one that an uninterrupted run would have there.
         token_ids: int32 [tokens], all tokens that have KV: the prompt and what was generated, mostly without the last.
         group: requests of other groups must not see it.
-        row, sample: of the job, whose output it is.
     """
 
     handle: int
     token_ids: npt.NDArray[np.int32]
     group: int
-    row: int
-    sample: int
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -54,13 +60,25 @@ class Carried:
     @classmethod
     def of(cls, kept: Sequence[KeptSequence], cache: KVCache) -> Carried:
         """All that is kept in a cache between two waves."""
+        return cls._of(kept, cache.num_free, cache.num_held, cache.page_size)
+
+    @classmethod
+    def expected(cls, kept: Sequence[KeptSequence], pool_pages: Int64Array, page_size: int) -> Carried:
+        """The same from the tokens alone: whatever is shared is held once, from the last whole page on by each."""
+        arena = TokenArena.from_rows([one.token_ids for one in kept])
+        trie = build_trie(arena, np.array([one.group for one in kept], np.int64))
+        held = np.full(len(pool_pages), int((-(-trie.end // page_size) - trie.start // page_size)[1:].sum()))
+        return cls._of(kept, np.maximum(pool_pages - held, 0), held, page_size)
+
+    @classmethod
+    def _of(cls, kept: Sequence[KeptSequence], free: Int64Array, held: Int64Array, page_size: int) -> Carried:
         return cls(
             arena=TokenArena.from_rows([one.token_ids for one in kept]),
             handles=np.array([one.handle for one in kept], np.int64),
             group=np.array([one.group for one in kept], np.int64),
-            free_pages=cache.num_free,
-            held_pages=cache.num_held,
-            page_size=cache.page_size,
+            free_pages=free,
+            held_pages=held,
+            page_size=page_size,
         )
 
 
@@ -71,8 +89,8 @@ class CachedNodes:
     Attributes:
         cached_to: int64 [nodes], positions `[start, cached_to)` have it.
         handle: int64 [nodes], a sequence in the cache that begins with the prefix up to there; -1 where there is none.
-        is_needed: bool [nodes], whether a sequence below has to have the node computed or forked: no node between the two
-            is there entirely.
+        is_needed: bool [nodes], whether a sequence below has to have the node computed or forked: no node between the
+            two is there entirely.
     """
 
     cached_to: Int64Array
@@ -88,8 +106,8 @@ class CachedNodes:
 
     def is_complete(self, trie: PrefixTrie) -> npt.NDArray[np.bool_]:
         """bool [nodes]: nothing of the node is left to prefill."""
-        complete: npt.NDArray[np.bool_] = self.handle >= 0
-        return complete & (self.cached_to == trie.end)
+        complete: npt.NDArray[np.bool_] = (self.handle >= 0) & (self.cached_to == trie.end)
+        return complete
 
     def to_prefill(self, trie: PrefixTrie) -> Int64Array:
         """int64 [nodes]: tokens of each node that go through the model."""
@@ -97,7 +115,12 @@ class CachedNodes:
 
 
 def cached_nodes(
-    trie: PrefixTrie, kept_prompt: Int64Array, handles: Int64Array, has_sequence: npt.NDArray[np.bool_], *, windowed: bool
+    trie: PrefixTrie,
+    kept_prompt: Int64Array,
+    handles: Int64Array,
+    has_sequence: npt.NDArray[np.bool_],
+    *,
+    windowed: bool,
 ) -> CachedNodes:
     """Finds the kept sequences in the trie of a wave.
 
@@ -128,7 +151,7 @@ def cached_nodes(
 def _needed(
     trie: PrefixTrie, is_complete: npt.NDArray[np.bool_], has_sequence: npt.NDArray[np.bool_]
 ) -> npt.NDArray[np.bool_]:
-    """bool [nodes]: a sequence below finds no complete node between itself and this one, which is not complete either."""
+    """bool [nodes]: this one is not complete, and a sequence below finds no complete node between itself and it."""
     wants = np.zeros(trie.num_nodes, np.bool_)
     wants[trie.prompt_node[np.flatnonzero(has_sequence)]] = True
     wants &= ~is_complete

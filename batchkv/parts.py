@@ -78,7 +78,9 @@ def read_part(path: Path) -> Iterator[pa.RecordBatch]:
         while len(head := file.read(_FRAME.size)) == _FRAME.size:
             length, checksum = _FRAME.unpack(head)
             left -= _FRAME.size + length
-            if left < 0:
+            if (
+                not length or left < 0
+            ):  # zeros, which a loss of power can leave at the end, have the checksum of nothing
                 return
             body = file.read(length)
             if len(body) < length or zlib.crc32(body) != checksum:

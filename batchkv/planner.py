@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 import numpy.typing as npt
 
-from batchkv.carried import CachedNodes, Carried, cached_nodes
+from batchkv.carried import CachedNodes, Carried, Keep, cached_nodes
 from batchkv.errors import RowError
 from batchkv.intervals import count_up, subtree_ends
 from batchkv.job_plan import TOP_PREFIXES, Plan, SharedPrefix, rows_below
@@ -135,9 +135,24 @@ def make_plan(wave: Wave, layout: KVLayout, limits: Limits, detokenize: Detokeni
     )
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class PlanOn:
+    """A plan that goes on from what is in the cache, the tokens that its trie is of, and what stays after it."""
+
+    plan: Plan
+    arena: TokenArena
+    keep: Keep
+
+
 def plan_on(
-    carried: Carried, wave: Wave, needed: npt.NDArray[np.bool_], layout: KVLayout, limits: Limits
-) -> tuple[Plan, TokenArena] | None:
+    carried: Carried,
+    wave: Wave,
+    needed: npt.NDArray[np.bool_],
+    layout: KVLayout,
+    limits: Limits,
+    *,
+    most: Keep = Keep.ALL,
+) -> PlanOn | None:
     """Plans a wave that goes on from what is in the cache, and leaves in it what later waves go on from.
 
     All that the wave computes stays, if that costs no sequence its place in flight; else what is needed; else nothing.
@@ -148,9 +163,10 @@ def plan_on(
         needed: bool [outputs], whose KV later waves go on from.
         layout: KV of the model.
         limits: memory and batch limits; the page size is that of `carried`.
+        most: no more than this stays.
 
     Returns:
-        The plan, and the tokens that its trie is of; None if the wave has no room beside what is in the cache.
+        None if the wave has no room beside what is in the cache.
     """
     arena = joined([wave.arena, carried.arena])
     group = np.concatenate([wave.group, carried.group])
@@ -164,10 +180,10 @@ def plan_on(
     windowed = any(window is not None for window in layout.windows)
     kept_prompt = trie.row_prompt[wave.num_requests :].astype(np.int64)
     cached = cached_nodes(trie, kept_prompt, carried.handles, has_sequence, windowed=windowed)
-    fitted = _kept_and_fitted(carried, of_requests, sequences, needed, cached, layout, limits)
+    fitted = _kept_and_fitted(carried, of_requests, sequences, needed, cached, layout, limits, most)
     if fitted is None:
         return None
-    costs, memory = fitted
+    keep, costs, memory = fitted
     plan = Plan(
         trie=of_requests,
         sequences=sequences,
@@ -178,7 +194,7 @@ def plan_on(
         shared=_top_prefixes(of_requests, arena, None),
         cached=cached,
     )
-    return plan, arena
+    return PlanOn(plan, arena, keep)
 
 
 def _kept_and_fitted(
@@ -189,16 +205,19 @@ def _kept_and_fitted(
     cached: CachedNodes,
     layout: KVLayout,
     limits: Limits,
-) -> tuple[PageCosts, MemoryPlan] | None:
+    most: Keep,
+) -> tuple[Keep, PageCosts, MemoryPlan] | None:
     """Costs and memory where as much is kept as there is room for; None if there is none even for the wave alone."""
     is_needed = np.zeros(len(sequences), np.bool_)
     is_needed[sequences.output_sequence[needed]] = True
     widest = min(limits.max_batch_rows, max(len(sequences), 1))
-    for keeps, least in (
-        (~sequences.is_scored, widest),
-        (is_needed, max(widest // 4, 1)),
-        (np.zeros_like(is_needed), 1),
+    for keep, keeps, least in (
+        (Keep.ALL, ~sequences.is_scored, widest),
+        (Keep.NEEDED, is_needed, max(widest // 4, 1)),
+        (Keep.NOTHING, np.zeros_like(is_needed), 1),
     ):
+        if keep > most:
+            continue
         costs = page_costs(trie, sequences, layout, carried.page_size, cached=cached, keeps=keeps)
         memory = plan_memory_beside(
             carried,
@@ -209,7 +228,7 @@ def _kept_and_fitted(
             max_batch_tokens=limits.max_batch_tokens,
         )
         if memory is not None and memory.window_rows >= least:
-            return costs, memory
+            return keep, costs, memory
     return None
 
 

@@ -51,7 +51,8 @@ class RunFolder:
             The summary, if that very run had completed its results and was stopped before it could say so.
 
         Raises:
-            UserError: there are results, or an unfinished run of another job, which `overwrite` would replace.
+            UserError: there are results, or an unfinished run of another job that has finished samples, which
+                `overwrite` would replace.
         """
         before = Manifest.read(self._manifest)
         published = self._finish_publishing()
@@ -64,7 +65,7 @@ class RunFolder:
         if self.out.exists() and not self._overwrite:
             raise UserError(f"{self.out} exists: choose another path, or replace it with --overwrite")
         if before is not None and before != manifest:
-            if not self._overwrite:
+            if not self._overwrite and any(len(batch) for batch in self._earlier()):
                 changes = "; ".join(before.differences(manifest))
                 raise UserError(
                     f"{self.path} holds an unfinished run of another job: {changes}: give the same command to go on "

@@ -150,7 +150,7 @@ class BatchkvRun:
         run_s = perf_counter() - started
         if errors := [error for error in table["error"].to_pylist() if error]:
             raise RuntimeError(f"{len(errors)} rows have errors: {errors[0]}")
-        return Outcome(run_s, tuple(map(tuple, table["token_ids"].to_pylist())), summary_of(table))
+        return Outcome(run_s, tuple(map(tuple, table["token_ids"].to_pylist())), summary_of(table.schema))
 
 
 class TransformersRun:

@@ -109,7 +109,7 @@ def main(
         engine = Engine(model, **options, kv_dtype=kv_dtype)
         for name, table in tables.items():
             results = engine.run(table, sampling)
-            print(describe(name, kv_dtype, compare(plain[name], results), summary_of(results)), flush=True)
+            print(describe(name, kv_dtype, compare(plain[name], results), summary_of(results.schema)), flush=True)
 
 
 if __name__ == "__main__":

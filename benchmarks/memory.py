@@ -61,7 +61,7 @@ def main(
     engine.run(str(jobs), limit=2)
     own = own_peak(engine)
     with peak_memory() as peak:
-        summary = summary_of(engine.run(str(jobs)))
+        summary = summary_of(engine.run(str(jobs)).schema)
     tokens = summary["prompt_tokens"] + summary["generated_tokens"]
     budget = summary["kv_budget_tokens"] * summary["kv_bytes_per_token"]
     held = summary["peak_kv_tokens"] * summary["kv_bytes_per_token"]

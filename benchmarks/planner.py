@@ -28,13 +28,17 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from batchkv.config import EngineConfig
-from batchkv.job import read_job
+from batchkv.io.read import open_jobs
+from batchkv.job import check_rows
 from batchkv.kv_layout import KVLayout, LayerSpec
 from batchkv.metrics import RunMetrics
 from batchkv.model_loader import load_tokenizer, resolve_model
-from batchkv.preparation import ModelFacts, prepare
+from batchkv.planner import Limits
+from batchkv.preparation import ModelFacts, prepare_wave
+from batchkv.rows import take_in
 from batchkv.sampling_params import SamplingParams
 from batchkv.tokenization import tokenize
+from batchkv.waves import NOTHING, waves
 
 PROMPT_TOKENS = 512
 LEVEL_ENDS = (192, 320, 416, PROMPT_TOKENS)  # where the nodes of each depth end

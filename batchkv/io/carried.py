@@ -42,12 +42,12 @@ class CarriedSchema:
             ) from None
 
 
-def conformed(table: pa.Table, schema: pa.Schema) -> pa.Table:
-    """The columns of a block with the types of all blocks, null where the block lacks one."""
+def conformed(table: pa.Table, schema: pa.Schema, num_rows: int) -> pa.Table:
+    """The columns of a block of `num_rows` rows with the types of all blocks, null where the block lacks one."""
     columns = [
         table.column(field.name).cast(field.type)
         if field.name in table.column_names
-        else pa.chunked_array([pa.nulls(table.num_rows, field.type)])
+        else pa.chunked_array([pa.nulls(num_rows, field.type)])
         for field in schema
     ]
-    return pa.table(columns, schema=schema) if columns else table.select([])
+    return pa.table(columns, schema=schema)

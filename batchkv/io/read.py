@@ -212,7 +212,9 @@ def _blocks_of_batches(batches: Iterable[pa.RecordBatch], schema: pa.Schema, whe
 
 def _blocks_of_table(table: pa.Table, where: str) -> Iterator[JobTable]:
     for start in range(0, max(table.num_rows, 1), BLOCK_ROWS):
-        yield _block_of(table.slice(start, BLOCK_ROWS), f"{where} row {start}")
+        # A table without columns would become as long as its slice.
+        part = table.slice(start, min(BLOCK_ROWS, table.num_rows - start))
+        yield _block_of(part, f"{where} row {start}")
 
 
 def _block_of(table: pa.Table, where: str) -> JobTable:

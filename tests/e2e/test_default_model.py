@@ -11,12 +11,11 @@ import torch
 from transformers import PreTrainedModel
 
 from batchkv.engine import Engine
-from batchkv.job import read_job
 from batchkv.model_loader import ALIAS, ALIAS_PACKAGE, load_model, resolve_model
-from batchkv.sampling_params import SamplingParams
 from batchkv.tokenization import tokenize
 from batchkv.writer import summary_of
 from tests.conftest import WORKLOADS
+from tests.jobs import read_job
 from tests.oracle import generate_alone
 
 TICKETS = Path(__file__).resolve().parents[2] / "data" / "tickets.parquet"
@@ -42,9 +41,9 @@ def oracle() -> PreTrainedModel:
 def check_rows(engine: Engine, oracle: PreTrainedModel, jobs: pl.DataFrame) -> None:
     """Greedy results of `jobs` are what transformers generates for each row alone."""
     results = engine.run(jobs)
-    job = read_job(jobs, SamplingParams())
+    job = read_job(jobs)
     arena, _ = tokenize(job, engine.tokenizer)
-    summary = summary_of(results)
+    summary = summary_of(results.schema)
     assert summary["errors"] == 0
     assert summary["prefill_tokens"] == summary["planned_prefill_tokens"]
     assert summary["peak_kv_tokens"] <= summary["planned_peak_kv_tokens"]

@@ -88,7 +88,7 @@ def test_torch_attention_takes_over_where_there_is_no_native_kernel(
     engine = Engine(model_of(family))
     results = engine.run(table(prompts()), SamplingParams(max_tokens=NEW_TOKENS))
     assert results["token_ids"].to_pylist() == expected(family)
-    assert summary_of(results)["attention"] == "torch"
+    assert summary_of(results.schema)["attention"] == "torch"
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma3", "gpt_oss"])

@@ -41,7 +41,7 @@ def jobs() -> pa.Table:
 def run(family: str, table: pa.Table, **config: Any) -> tuple[dict[int, tuple[list[int], list[float]]], dict[str, Any]]:
     """Tokens and log-probabilities by id, and the summary."""
     results = Engine(model_of(family), **config).run(table, SamplingParams(max_tokens=NEW_TOKENS, logprobs=True))
-    return {row["id"]: (row["token_ids"], row["logprobs"]) for row in results.to_pylist()}, summary_of(results)
+    return {row["id"]: (row["token_ids"], row["logprobs"]) for row in results.to_pylist()}, summary_of(results.schema)
 
 
 def compared(theirs: dict[int, tuple[list[int], list[float]]], ours: dict[int, tuple[list[int], list[float]]]) -> Any:

@@ -97,7 +97,7 @@ def both(
     ours, theirs = (np.array(lists.flatten().to_pylist()) for lists in logprobs)
     np.testing.assert_allclose(ours, theirs, rtol=1e-4, atol=1e-5)
     for metrics, results in zip(counters[-2:], (plain, overlapped), strict=True):
-        summary = summary_of(results)
+        summary = summary_of(results.schema)
         assert summary["prefill_tokens"] == summary["planned_prefill_tokens"] + summary["recomputed_tokens"]
         assert summary["peak_kv_tokens"] <= summary["planned_peak_kv_tokens"]
         assert metrics.generated_tokens == counters[-1].generated_tokens

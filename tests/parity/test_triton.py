@@ -52,7 +52,7 @@ def test_a_job_on_the_triton_kernels_gives_every_row_the_tokens_it_gets_alone(fa
         table(prompts()), SamplingParams(max_tokens=NEW_TOKENS)
     )
     assert results["token_ids"].to_pylist() == [generate_alone(model, prompt, NEW_TOKENS) for prompt in prompts()]
-    summary = summary_of(results)
+    summary = summary_of(results.schema)
     assert summary["prefill_tokens"] == summary["planned_prefill_tokens"]
     assert summary["attention"] == "triton"
     # on a GPU experts in fp32 ask the host
@@ -79,7 +79,7 @@ def test_a_model_that_cannot_be_recorded_runs_without_graphs_and_the_summary_say
     monkeypatch.setattr("batchkv.decode_graphs._recorder_of", lambda device: refuse)
     results = Engine(on_device("llama"), attention="triton").run(table(prompts()[:1]), SamplingParams(max_tokens=2))
     assert results["token_ids"].to_pylist() == [generate_alone(model_of("llama"), prompts()[0], 2)]
-    assert summary_of(results)["decode_graphs"] == "operation not permitted when stream is capturing"
+    assert summary_of(results.schema)["decode_graphs"] == "operation not permitted when stream is capturing"
 
 
 @pytest.mark.parametrize(

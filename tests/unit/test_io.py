@@ -14,9 +14,11 @@ import pytest
 
 from batchkv.errors import UserError
 from batchkv.io import write
+from batchkv.io.carried import CarriedSchema, conformed
 from batchkv.io.columns import storable, to_cells
 from batchkv.io.read import JobTable, open_jobs
 from batchkv.io.write import check_schema, checked_target, write_table
+from batchkv.job import carried_columns
 from tests.jobs import read_block
 
 TABLE = pa.table({"id": ["a", "b"], "prompt": ["one", "two"], "score": [1, 2]})
@@ -25,6 +27,10 @@ ENDINGS = [".parquet", ".arrow", ".feather", ".ipc", ".jsonl", ".ndjson"]
 
 def cells(table: JobTable) -> dict[str, list[Any]]:
     return {name: to_cells(column) for name, column in table.columns.items()}
+
+
+def blocks(jobs: Any) -> list[dict[str, list[Any]]]:
+    return [cells(table) for table in open_jobs(jobs).blocks()]
 
 
 def json_lines(folder: Path, *lines: object, name: str = "jobs.jsonl") -> Path:
@@ -66,29 +72,73 @@ class TestReading:
     def test_a_glob_is_sorted_and_a_list_keeps_its_order(self, tmp_path: Path) -> None:
         for name in ("b", "a"):
             pq.write_table(pa.table({"prompt": [name]}), tmp_path / f"{name}.parquet")
-        assert cells(read_block(tmp_path / "*.parquet")) == {"prompt": ["a", "b"]}
-        listed = read_block([tmp_path / "b.parquet", str(tmp_path / "a.parquet")])
-        assert cells(listed) == {"prompt": ["b", "a"]}
+        assert blocks(tmp_path / "*.parquet") == [{"prompt": ["a"]}, {"prompt": ["b"]}]
+        listed = [tmp_path / "b.parquet", str(tmp_path / "a.parquet")]
+        assert blocks(listed) == [{"prompt": ["b"]}, {"prompt": ["a"]}]
 
     def test_a_file_whose_name_looks_like_a_glob_is_that_file(self, tmp_path: Path) -> None:
         pq.write_table(TABLE, tmp_path / "jobs[1].parquet")
         assert read_block(tmp_path / "jobs[1].parquet").num_rows == 2
 
-    def test_columns_that_a_file_lacks_are_null_in_its_rows(self, tmp_path: Path) -> None:
+    def test_columns_that_a_file_lacks_are_not_in_its_blocks(self, tmp_path: Path) -> None:
         pq.write_table(pa.table({"prompt": ["a"], "x": [1]}), tmp_path / "1.parquet")
         pq.write_table(pa.table({"prompt": ["b"], "x": [1.5], "y": ["q"]}), tmp_path / "2.parquet")
-        assert cells(read_block(tmp_path / "?.parquet")) == {
-            "prompt": ["a", "b"],
-            "x": [1.0, 1.5],
-            "y": [None, "q"],
-        }
+        assert blocks(tmp_path / "?.parquet") == [
+            {"prompt": ["a"], "x": [1]},
+            {"prompt": ["b"], "x": [1.5], "y": ["q"]},
+        ]
 
     def test_json_lines_and_parquet_are_one_job(self, tmp_path: Path) -> None:
         pq.write_table(pa.table({"prompt": ["a"], "n": [1], "x": [1]}), tmp_path / "1.parquet")
         lines = json_lines(tmp_path, "not json", {"prompt": "b", "n": "two", "x": 2})
-        table = read_block([tmp_path / "1.parquet", lines])
-        assert cells(table) == {"prompt": ["a", None, "b"], "n": [1, None, "two"], "x": [1, None, 2]}
-        assert list(table.errors) == [1]
+        first, second = open_jobs([tmp_path / "1.parquet", lines]).blocks()
+        assert cells(first) == {"prompt": ["a"], "n": [1], "x": [1]}
+        assert cells(second) == {"prompt": [None, "b"], "n": [None, "two"], "x": [None, 2]}
+        assert (first.errors, list(second.errors)) == ({}, [0])
+
+    @pytest.mark.parametrize("ending", [*ENDINGS, "table"])
+    def test_blocks_follow_each_other_and_say_where_they_begin(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ending: str
+    ) -> None:
+        monkeypatch.setattr("batchkv.io.read.BLOCK_ROWS", 3)
+        table, path = pa.table({"prompt": list("abcdefgh")}), tmp_path / f"jobs{ending}"
+        if ending != "table":
+            write_table(table, path)
+        source = open_jobs(table if ending == "table" else path)
+        for _ in range(2):  # it can be read any number of times
+            assert [cells(block)["prompt"] for block in source.blocks()] == [list("abc"), list("def"), list("gh")]
+        last = list(source.blocks())[-1].where
+        assert last == {"table": "the table row 6"}.get(ending, f"{path} {'line 7' if 'json' in ending else 'row 6'}")
+
+    @pytest.mark.parametrize(
+        ("limit", "expected"), [(0, [[]]), (2, ["ab"]), (3, ["abc"]), (4, ["abc", "d"]), (9, ["abc", "de"])]
+    )
+    def test_a_limit_ends_in_the_middle_of_a_block(
+        self, monkeypatch: pytest.MonkeyPatch, limit: int, expected: list[str]
+    ) -> None:
+        monkeypatch.setattr("batchkv.io.read.BLOCK_ROWS", 3)
+        read = open_jobs(pa.table({"prompt": list("abcde")})).blocks(limit)
+        assert [cells(block)["prompt"] for block in read] == [list(part) for part in expected]
+
+    def test_what_comes_after_the_limit_is_not_read(self, tmp_path: Path) -> None:
+        pq.write_table(TABLE, tmp_path / "1.parquet")
+        (tmp_path / "2.parquet").write_bytes(b"corrupt")
+        assert [block.num_rows for block in open_jobs(tmp_path / "*.parquet").blocks(2)] == [2]
+
+    def test_large_rows_come_a_few_at_a_time(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        table = pa.table({"prompt": [str(i) * 400 for i in range(8)]})
+        pq.write_table(table, tmp_path / "jobs.parquet", compression="none", use_dictionary=False)
+        write_table(table, tmp_path / "jobs.jsonl")
+        monkeypatch.setattr("batchkv.io.read.BLOCK_BYTES", 1000)
+        for ending in (".parquet", ".jsonl"):
+            read = list(open_jobs(tmp_path / f"jobs{ending}").blocks())
+            assert [text for block in read for text in cells(block)["prompt"]] == table["prompt"].to_pylist()
+            assert max(block.num_rows for block in read) <= 3
+
+    @pytest.mark.parametrize("table", [pa.table({}), TABLE[:0]])
+    def test_an_empty_table_is_one_empty_block(self, table: pa.Table) -> None:
+        block = read_block(table)
+        assert (block.num_rows, list(block.columns)) == (0, table.column_names)
 
     def test_head_keeps_the_first_rows_and_their_errors(self, tmp_path: Path) -> None:
         table = read_block(json_lines(tmp_path, {"prompt": "a"}, "x", {"prompt": "b"}, "x")).head(2)
@@ -154,6 +204,29 @@ class TestJsonLines:
         (tmp_path / "jobs.jsonl").write_bytes(b"")
         assert read_block(tmp_path / "jobs.jsonl").num_rows == 0
 
+    def test_lines_of_any_length_and_bad_ones_stand_in_their_blocks(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr("batchkv.io.read.BLOCK_ROWS", 2)
+        monkeypatch.setattr("batchkv.io.read.MAX_LINE_BYTES", 100)
+        lines = json_lines(tmp_path, {"prompt": "a"}, "x", "", {"prompt": "b" * 200}, {"prompt": "c"}, {"x": 1})
+        read = list(open_jobs(lines).blocks())
+        assert [cells(block) for block in read] == [
+            {"prompt": ["a", None]},
+            {"prompt": [None, "c"]},
+            {"x": [1]},
+        ]
+        assert [list(block.errors) for block in read] == [[1], [0], []]
+        assert "line 4 is no JSON object: longer than" in read[1].errors[0].message
+
+    def test_a_file_is_unusable_only_if_no_block_has_a_good_line(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr("batchkv.io.read.BLOCK_ROWS", 2)
+        assert len(blocks(json_lines(tmp_path, "x", "x", "x", {"prompt": "a"}))) == 2
+        with pytest.raises(UserError, match=r"line 1 is no JSON object.*and so are all others"):
+            blocks(json_lines(tmp_path, "x", "x", "x", "x", name="bad.jsonl"))
+
 
 class TestUnusableFiles:
     @pytest.mark.parametrize(
@@ -180,8 +253,14 @@ class TestUnusableFiles:
     def test_conflicting_types_are_named_with_their_files(self, tmp_path: Path) -> None:
         pq.write_table(pa.table({"prompt": ["a"], "x": [1]}), tmp_path / "1.parquet")
         pq.write_table(pa.table({"prompt": ["b"], "x": ["q"]}), tmp_path / "2.parquet")
-        with pytest.raises(UserError, match=r"'x' has conflicting types, int64 in .*1.parquet and string in"):
-            read_block(tmp_path / "*.parquet")
+        first, second = open_jobs(tmp_path / "*.parquet").blocks()
+        carried = CarriedSchema()
+        carried.add(carried_columns(first).schema, first.where)
+        with pytest.raises(
+            UserError,
+            match=r"'x' has conflicting types, int64 in .*1.parquet row 0 and string in .*2.parquet row 0: give it one",
+        ):
+            carried.add(carried_columns(second).schema, second.where)
 
     def test_two_columns_of_one_name_are_unusable(self) -> None:
         with pytest.raises(UserError, match="two columns named 'x'"):
@@ -191,6 +270,69 @@ class TestUnusableFiles:
     def test_other_values_are_no_jobs(self, jobs: Any) -> None:
         with pytest.raises(UserError, match="must be a path"):
             read_block(jobs)
+
+
+class TestCarriedSchema:
+    @staticmethod
+    def schema_of(*tables: pa.Table) -> pa.Schema:
+        carried = CarriedSchema()
+        for number, table in enumerate(tables):
+            carried.add(table.schema, f"block {number}")
+        return carried.schema
+
+    def test_columns_come_in_the_order_in_which_they_are_first_seen(self) -> None:
+        schema = self.schema_of(pa.table({"b": [1], "a": ["x"]}), pa.table({"c": [1.5], "a": ["y"]}))
+        assert schema == pa.schema({"b": pa.int64(), "a": pa.string(), "c": pa.float64()})
+
+    @pytest.mark.parametrize("turn", [1, -1])
+    @pytest.mark.parametrize(
+        ("one", "other", "both"),
+        [
+            (pa.int64(), pa.float64(), pa.float64()),
+            (pa.int8(), pa.int32(), pa.int32()),
+            (pa.null(), pa.string(), pa.string()),
+            (pa.list_(pa.null()), pa.list_(pa.int64()), pa.list_(pa.int64())),
+        ],
+    )
+    def test_types_that_go_together_are_the_wider_one(
+        self, one: pa.DataType, other: pa.DataType, both: pa.DataType, turn: int
+    ) -> None:
+        tables = [pa.table({"x": pa.nulls(1, dtype)}) for dtype in (one, other)][::turn]
+        assert self.schema_of(*tables, *tables) == pa.schema({"x": both})
+
+    def test_a_conflict_names_the_first_block_with_values(self) -> None:
+        tables = [pa.table({"x": [None]}), pa.table({"x": ["text"]}), pa.table({"x": [None]}), pa.table({"x": [1]})]
+        with pytest.raises(UserError, match="column 'x' has conflicting types, string in block 1 and int64 in block 3"):
+            self.schema_of(*tables)
+
+    def test_a_block_takes_the_types_of_all_and_is_null_where_it_lacks_a_column(self) -> None:
+        blocks = [pa.table({"x": [1, 2]}), pa.table({"y": ["a"], "x": [0.5]}), pa.table({"x": [None]})]
+        schema = self.schema_of(*blocks)
+        joined = pa.concat_tables([conformed(block, schema, block.num_rows) for block in blocks])
+        assert joined.schema == schema
+        assert joined.to_pydict() == {"x": [1.0, 2.0, 0.5, None], "y": [None, None, "a", None]}
+
+    def test_a_block_without_any_column_has_its_rows(self) -> None:
+        assert conformed(pa.table({}), pa.schema({"x": pa.int64()}), 2).to_pydict() == {"x": [None, None]}
+        assert conformed(pa.table({}), pa.schema([]), 2).num_columns == 0
+
+
+class TestFingerprint:
+    def test_names_sizes_and_contents_count_but_not_folders_and_times(self, tmp_path: Path) -> None:
+        marks = []
+        for folder, name, text in (("1", "a", "x"), ("2", "a", "x"), ("3", "a", "y"), ("4", "b", "x")):
+            (tmp_path / folder).mkdir()
+            path = tmp_path / folder / f"{name}.jsonl"
+            path.write_text(text)
+            os.utime(path, (int(folder), int(folder)))
+            marks.append(open_jobs(path).fingerprint())
+        assert marks[0] == marks[1]
+        assert marks[0] not in marks[2:]
+        assert [mark["file"] for mark in marks[3]] == ["b.jsonl"]
+
+    def test_a_table_has_none(self) -> None:
+        with pytest.raises(UserError, match="write it to one"):
+            open_jobs(TABLE).fingerprint()
 
 
 class TestWriting:
@@ -211,7 +353,7 @@ class TestWriting:
     def test_a_failed_write_leaves_what_was_there_and_no_rest(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        def break_half_way(table: pa.Table, file: Any) -> None:
+        def break_half_way(tables: Any, schema: pa.Schema, file: Any) -> None:
             file.write(b"half")
             raise OSError(28, "No space left on device")
 
@@ -232,7 +374,7 @@ class TestWriting:
         assert calls == ["fsync", "replace", "fsync"]
 
     def test_an_interrupt_leaves_no_rest(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        def interrupt(table: pa.Table, file: Any) -> None:
+        def interrupt(tables: Any, schema: pa.Schema, file: Any) -> None:
             raise KeyboardInterrupt
 
         monkeypatch.setitem(write._WRITERS, ".parquet", interrupt)
@@ -258,20 +400,46 @@ class TestWriting:
     def test_both_check_and_write_refuse_a_hopeless_path(self, tmp_path: Path, name: str, message: str) -> None:
         (tmp_path / "folder.parquet").mkdir()
         with pytest.raises(UserError, match=message):
-            check_writable(tmp_path / name, overwrite=True)
+            checked_target(tmp_path / name)
         with pytest.raises(UserError, match=message):
             write_table(TABLE, tmp_path / name)
 
-    def test_an_existing_file_needs_overwrite(self, tmp_path: Path) -> None:
-        write_table(TABLE, tmp_path / "out.parquet")
-        with pytest.raises(UserError, match=r"out\.parquet exists.*--overwrite"):
-            check_writable(tmp_path / "out.parquet", overwrite=False)
-        check_writable(tmp_path / "out.parquet", overwrite=True)
+    def test_an_existing_file_is_replaced_at_once(self, tmp_path: Path) -> None:
+        (tmp_path / "out.parquet").write_text("old")
+        schema = TABLE.schema
+
+        def check() -> None:
+            assert pq.read_table(tmp_path / "new") == TABLE
+            assert (tmp_path / "out.parquet").read_text() == "old"
+
+        write.write_tables([TABLE], schema, tmp_path / "out.parquet", tmp_path / "new", before_rename=check)
+        assert pq.read_table(tmp_path / "out.parquet") == TABLE
+        assert os.listdir(tmp_path) == ["out.parquet"]
+
+    @pytest.mark.parametrize("ending", ENDINGS)
+    def test_tables_follow_each_other_in_the_file(self, tmp_path: Path, ending: str) -> None:
+        path = tmp_path / f"out{ending}"
+        tables = (TABLE.slice(start, 1) for start in (0, 1))
+        write.write_tables(tables, TABLE.schema, path, tmp_path / "temporary")
+        assert [name for read in blocks(path) for name in read["id"]] == ["a", "b"]
+
+    @pytest.mark.parametrize("ending", [".parquet", ".arrow"])
+    def test_no_table_at_all_is_a_file_without_rows(self, tmp_path: Path, ending: str) -> None:
+        path = tmp_path / f"out{ending}"
+        write.write_tables([], TABLE.schema, path, tmp_path / "temporary")
+        assert (read_block(path).num_rows, list(read_block(path).columns)) == (0, TABLE.column_names)
+
+    def test_small_tables_share_a_row_group(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        tables = [pa.table({"x": [i]}) for i in range(10)]
+        monkeypatch.setattr(write, "_GROUP_ROWS", 4)
+        write.write_tables(tables, tables[0].schema, tmp_path / "out.parquet", tmp_path / "temporary")
+        metadata = pq.read_metadata(tmp_path / "out.parquet")
+        assert [metadata.row_group(i).num_rows for i in range(metadata.num_row_groups)] == [4, 4, 2]
 
     def test_a_folder_without_permission_is_refused(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(os, "access", lambda path, mode: False)
         with pytest.raises(UserError, match="not writable"):
-            check_writable(tmp_path / "out.parquet", overwrite=False)
+            checked_target(tmp_path / "out.parquet")
 
     @pytest.mark.parametrize(
         ("ending", "array"),
@@ -287,7 +455,7 @@ class TestWriting:
     ) -> None:
         table = pa.table({"x": array})
         with pytest.raises(UserError, match="cannot"):
-            check_writable(tmp_path / f"out{ending}", overwrite=False, schema=table.schema)
+            check_schema(tmp_path / f"out{ending}", table.schema)
         with pytest.raises(UserError, match="cannot"):
             write_table(table, tmp_path / f"out{ending}")
         assert os.listdir(tmp_path) == []

@@ -19,8 +19,9 @@ from hypothesis import strategies as st
 from batchkv.errors import UserError
 from batchkv.io.columns import JOB_COLUMNS, PARAMETER_COLUMNS, RESULT_COLUMNS
 from batchkv.io.write import write_table
-from batchkv.job import Job
+from batchkv.job import Job, check_columns, check_rows
 from batchkv.sampling_params import SamplingParams
+from tests.jobs import read_block, read_job
 
 DEFAULTS = SamplingParams(max_tokens=7, temperature=0.5)
 USER = {"role": "user", "content": "hi"}
@@ -167,10 +168,7 @@ class TestTokenIds:
         assert [row for row, prompt in enumerate(job.prompts) if prompt is not None] == [0, 5]
 
     @pytest.mark.parametrize("dtype", [pa.int32(), pa.int64(), pa.null()])
-    def test_a_file_read_in_parts_is_what_its_table_is(
-        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, dtype: pa.DataType
-    ) -> None:
-        monkeypatch.setattr("batchkv.io.read._LISTS_READ", 3)
+    def test_row_groups_of_a_file_make_no_difference(self, tmp_path: Path, dtype: pa.DataType) -> None:
         lists = [[1, 2], [], None, [-1], [1, None], [7] * 9, None, [3]] * 3
         if pa.types.is_null(dtype):
             lists = [[], None] * 12
@@ -342,12 +340,12 @@ class TestIds:
         ids = read_job(pa.table({"prompt": ["a", "b"], "id": pa.array([7, 8], dtype)}), DEFAULTS).ids
         assert ids == pa.array([7, 8], pa.int64())
 
-    def test_null_and_duplicate_ids_are_errors_of_their_rows(self) -> None:
+    def test_null_ids_are_errors_of_their_rows_and_the_same_id_twice_is_not_looked_for(self) -> None:
         table = pa.table({"prompt": ["p"] * 5, "id": pa.chunked_array([["a", None], ["b", "a", None]])})
         job = read_job(table, DEFAULTS)
         assert job.ids.to_pylist() == ["a", None, "b", "a", None]
-        assert codes(job) == {1: "bad_id", 3: "duplicate_id", 4: "bad_id"}
-        assert job.errors[3].message == "row 3 has the id of row 0: make ids unique"
+        assert codes(job) == {1: "bad_id", 4: "bad_id"}
+        assert job.errors[4].message == "the id of row 4 is null"
 
     def test_the_first_id_of_json_lines_tells_the_type_of_all(self, tmp_path: Path) -> None:
         ids = [None, 5, "5", True, 2**63, 6, 5]
@@ -358,7 +356,6 @@ class TestIds:
             2: "bad_id",
             3: "bad_id",
             4: "bad_id",
-            6: "duplicate_id",
         }
         assert job.errors[2].message == "the id of row 2 is a string, must be a 64-bit integer as in the rows before"
 
@@ -368,7 +365,39 @@ class TestIds:
             read_job(pa.table({"prompt": ["a"], "id": column}), DEFAULTS)
 
     def test_ids_that_are_all_null_are_all_bad(self) -> None:
-        assert codes(read_job(pa.table({"prompt": ["a"], "id": [None]}), DEFAULTS)) == {0: "bad_id"}
+        job = read_job(pa.table({"prompt": ["a"], "id": [None]}), DEFAULTS)
+        assert (codes(job), job.id_kind) == ({0: "bad_id"}, None)
+
+    def test_a_later_block_goes_on_with_the_numbers(self) -> None:
+        table = read_block(pa.table({"prompt": ["a", "b"]}))
+        job = check_rows(table, DEFAULTS, first_row=7, id_kind="numbered")
+        assert (job.ids, job.id_kind) == (pa.array([7, 8]), "numbered")
+
+    def test_messages_of_a_later_block_have_the_numbers_of_the_job(self, tmp_path: Path) -> None:
+        path = tmp_path / "jobs.jsonl"
+        path.write_text('{"prompt": "a", "id": 5}\n{"prompt": "a", "id": null}\n{"prompt": "a", "id": "x"}\n')
+        job = check_rows(read_block(path), DEFAULTS, first_row=100, id_kind="string")
+        assert job.ids == pa.array([None, None, "x"])
+        assert [error.message for error in job.errors.values()] == [
+            "the id of row 100 is a number, must be a string as in the rows before",
+            "the id of row 101 is null",
+        ]
+
+    @pytest.mark.parametrize(("kind", "dtype"), [("string", pa.string()), ("integer", pa.int64())])
+    def test_a_later_block_without_ids_has_only_bad_ones(self, kind: Any, dtype: pa.DataType) -> None:
+        for table in (pa.table({"prompt": ["a"]}), pa.table({"prompt": ["a"], "id": [None]})):
+            job = check_rows(read_block(table), DEFAULTS, first_row=3, id_kind=kind)
+            assert (job.ids, job.id_kind, codes(job)) == (pa.nulls(1, dtype), kind, {0: "bad_id"})
+
+    def test_ids_that_begin_in_a_later_block_are_unusable(self, tmp_path: Path) -> None:
+        path = tmp_path / "jobs.jsonl"
+        path.write_text('\n{"prompt": "a", "id": 5}\n')
+        with pytest.raises(UserError, match=r"jobs.jsonl line 2: column id begins here: give an id to every row"):
+            check_rows(read_block(path), DEFAULTS, first_row=1, id_kind="numbered")
+
+    def test_a_column_of_ids_of_another_type_than_before_is_unusable(self) -> None:
+        with pytest.raises(UserError, match="column id is int64, but string before"):
+            check_rows(read_block(pa.table({"prompt": ["a"], "id": [5]})), DEFAULTS, first_row=1, id_kind="string")
 
 
 class TestColumns:
@@ -393,7 +422,6 @@ class TestColumns:
             ("parent", "a"),
             ("parent_sample", 0),
             ("depends_on", ["a"]),
-            ("tenant", "me"),
         ],
     )
     @pytest.mark.parametrize("as_lines", [True, False])
@@ -414,16 +442,18 @@ class TestColumns:
     @pytest.mark.parametrize("name", sorted(set(RESULT_COLUMNS) - JOB_COLUMNS))
     def test_a_column_that_the_result_has_itself_is_unusable(self, name: str) -> None:
         with pytest.raises(UserError, match=f"named {name}: rename"):
-            read_job(pa.table({"prompt": ["a"], name: ["b"]}), DEFAULTS)
+            check_columns(["prompt", name])
 
     def test_rows_without_any_prompt_column_are_unusable(self) -> None:
         with pytest.raises(UserError, match=r"none of the columns prompt, messages.*only question, id: rename"):
-            read_job(pa.table({"question": ["a"], "id": [1]}), DEFAULTS)
+            check_columns(["question", "id"])
 
     def test_openai_batch_files_say_that_they_are_not_supported(self) -> None:
-        table = pa.table({"custom_id": ["a"], "method": ["POST"], "url": ["/v1"], "body": [{"model": "m"}]})
         with pytest.raises(UserError, match=r"OpenAI Batch.*not supported yet"):
-            read_job(table, DEFAULTS)
+            check_columns(["custom_id", "method", "url", "body"])
+
+    def test_a_job_without_columns_may_still_be_an_empty_one(self) -> None:
+        check_columns([])
 
     @pytest.mark.parametrize("table", [pa.table({}), pa.table({"prompt": pa.array([], pa.string())})])
     def test_no_rows_are_an_empty_job(self, table: pa.Table) -> None:
@@ -433,6 +463,21 @@ class TestColumns:
     def test_limit_takes_the_first_rows(self, tmp_path: Path) -> None:
         job = job_of_lines(tmp_path, *({"prompt": str(i), "x": i} for i in range(5)), limit=2)
         assert (job.num_rows, list(job.prompts), job.carried.num_rows) == (2, ["0", "1"], 2)
+
+
+class TestTenants:
+    def test_tenants_are_texts_and_most_jobs_have_none(self, tmp_path: Path) -> None:
+        assert read_job(pa.table({"prompt": ["a"]}), DEFAULTS).tenants is None
+        job = job_of_lines(tmp_path, *({"prompt": "a", "tenant": tenant} for tenant in ("me", 5, "5", None)))
+        assert (job.tenants, job.errors) == (["me", "5", "5", None], {})
+        assert job.carried.column_names == []
+
+    @pytest.mark.parametrize("tenant", [True, 1.5, ["me"], {}])
+    def test_other_values_are_errors_of_their_rows(self, tmp_path: Path, tenant: object) -> None:
+        job = job_of_lines(tmp_path, {"prompt": "a", "tenant": tenant}, {"prompt": "a", "tenant": "me"})
+        assert codes(job) == {0: "bad_parameter"}
+        assert job.errors[0].message == "tenant must be a string or an integer"
+        assert job.tenants == [None, "me"]
 
 
 def test_a_row_reports_the_first_thing_that_is_wrong_with_it(tmp_path: Path) -> None:

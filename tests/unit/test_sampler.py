@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from transformers.generation.logits_process import MinPLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
 from batchkv import sampler
-from batchkv.random_numbers import stream_key
+from batchkv.random_numbers import stream_keys
 from batchkv.sampler import AllowedTokens, SamplingBatch
 from batchkv.sampling_params import SamplingParams
 from batchkv.transfers import HostCopies
@@ -50,7 +50,9 @@ def sample(
 def batch_of(*params: SamplingParams, samples: int = 1) -> SamplingBatch:
     """Each of the params `samples` times in a row, every sample with a key of its own."""
     repeated = [p for p in params for _ in range(samples)]
-    return SamplingBatch.from_params(repeated, [stream_key(0, i, 0) for i in range(len(repeated))])
+    return SamplingBatch.from_params(
+        repeated, stream_keys(np.arange(len(repeated), dtype=np.uint64), np.zeros(len(repeated), np.int64))
+    )
 
 
 def transformers_probabilities(logits_V: torch.Tensor, params: SamplingParams) -> torch.Tensor:

@@ -12,10 +12,10 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
 from batchkv.errors import RowError, UserError
-from batchkv.job import Job, read_job
-from batchkv.sampling_params import SamplingParams
+from batchkv.job import Job
 from batchkv.token_arena import TokenArena
 from batchkv.tokenization import check_prompts, tokenize
+from tests.jobs import read_job
 
 TEMPLATE = (
     "{{ bos_token }}{% for m in messages %}"
@@ -41,7 +41,7 @@ def make_tokenizer(*, adds: str = "<s> $A", template: str | None = TEMPLATE) -> 
 
 
 def job_of(**columns: list[Any]) -> Job:
-    return read_job(pa.table(columns), SamplingParams())
+    return read_job(pa.table(columns))
 
 
 def test_a_prompt_gets_the_special_tokens_once() -> None:

@@ -1,27 +1,27 @@
-"""The result has the job's order, every sample its row, and every column its promise."""
+"""Every output of a sequence gets its record when the sequence ends, with its text cut where it must be."""
 
 from __future__ import annotations
 
-import json
-from collections.abc import Mapping
-from pathlib import Path
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import pyarrow as pa
 import pytest
 
 from batchkv.errors import RowError
-from batchkv.io.columns import RESULT_COLUMNS
-from batchkv.io.read import read_jobs
-from batchkv.io.write import write_table
-from batchkv.job import Job, output_offsets, read_job
+from batchkv.ledger import Ledger
+from batchkv.records import SCHEMA, Record, RecordsInMemory, as_batch
 from batchkv.sampling_params import SamplingParams
-from batchkv.writer import Completion, result_table, summary_of, with_summary
+from batchkv.sequence import SequenceTable
+from batchkv.token_arena import TokenArena
+from batchkv.wave import Wave
+from batchkv.writer import Completion, Writer, summary_of, with_summary
 
 
-def detokenize(rows: list[np.ndarray]) -> list[str]:
-    return ["".join(chr(token) for token in row) for row in rows]
+def detokenize(samples: list[npt.NDArray[np.int32]]) -> list[str]:
+    return ["".join(map(chr, sample)) for sample in samples]
 
 
 def completion(text: str, *, finish: Any = "length", stop_string: str | None = None) -> Completion:
@@ -29,125 +29,174 @@ def completion(text: str, *, finish: Any = "length", stop_string: str | None = N
     return Completion(token_ids, -np.arange(len(text), dtype=np.float32), finish, stop_string)
 
 
-def job_of(**columns: Any) -> Job:
-    rows = len(next(iter(columns.values())))
-    return read_job(pa.table({"prompt": ["p"] * rows, **columns}), SamplingParams())
+class Written:
+    """A wave of rows with `params`, whose outputs belong to `sequences` (by default each to its own)."""
+
+    def __init__(
+        self, *params: SamplingParams, sequences: Sequence[int] | None = None, rows: Sequence[int] | None = None
+    ) -> None:
+        wave = Wave.of(TokenArena.from_rows([np.ones(10 + i, np.int32) for i in range(len(params))]), list(params))
+        if rows is not None:
+            wave.row[:] = rows
+        of_output = np.arange(wave.num_outputs) if sequences is None else np.array(sequences)
+        first = [int(np.argmax(of_output == sequence)) for sequence in range(int(of_output.max()) + 1)]
+        table = SequenceTable(
+            row=wave.output_request[first],
+            sample=wave.output_sample[first],
+            prompt=wave.output_request[first],
+            max_new_tokens=np.full(len(first), 100),
+            output_sequence=of_output,
+        )
+        self.decoded: list[int] = []
+        self.records = RecordsInMemory()
+        self.ledger = Ledger(self.records)
+        self.writer = Writer(wave, table, np.arange(wave.num_outputs), self._detokenize, self.ledger)
+
+    def _detokenize(self, samples: list[npt.NDArray[np.int32]]) -> list[str]:
+        self.decoded.append(len(samples))
+        return detokenize(samples)
+
+    def write(self, ended: Mapping[int, Completion | None]) -> None:
+        self.writer.write(list(ended.items()))
+
+    @property
+    def found(self) -> list[dict[str, Any]]:
+        return pa.Table.from_batches(self.records.batches(), SCHEMA).to_pylist()
 
 
-def table_of(
-    job: Job,
-    completions: Mapping[int, Completion],
-    errors: Mapping[int, RowError] | None = None,
-) -> pa.Table:
-    errors = errors or {}
-    slots = int(output_offsets(job, errors)[-1])
-    num_prompt = np.arange(10, 10 + job.num_rows)
-    return result_table(job, errors, completions, num_prompt, np.arange(slots), detokenize)
+def test_a_record_has_all_that_is_known_of_its_sample() -> None:
+    written = Written(SamplingParams(logprobs=True, n=2), SamplingParams(), rows=[5, 8])
+    written.write({1: completion("xy"), 2: completion("z", finish="stop")})
+    assert written.found == [
+        {
+            "row": 5,
+            "sample": 1,
+            "text": "xy",
+            "token_ids": [120, 121],
+            "finish_reason": "length",
+            "logprobs": [0.0, -1.0],
+            "num_prompt_tokens": 10,
+            "num_cached_tokens": 1,
+            "num_generated_tokens": 2,
+            "error_code": None,
+            "error": None,
+        },
+        {
+            "row": 8,
+            "sample": 0,
+            "text": "z",
+            "token_ids": [122],
+            "finish_reason": "stop",
+            "logprobs": None,
+            "num_prompt_tokens": 11,
+            "num_cached_tokens": 2,
+            "num_generated_tokens": 1,
+            "error_code": None,
+            "error": None,
+        },
+    ]
+    assert (written.ledger.num_samples, written.ledger.num_errors) == (2, 0)
 
 
-def test_a_row_has_a_slot_per_sample_and_an_error_row_has_one() -> None:
-    job = job_of(n=[3, 2, 0, 4])
-    errors = {3: RowError("too_long", "too long")}
-    assert output_offsets(job, {}).tolist() == [0, 3, 5, 6, 10]
-    assert output_offsets(job, errors).tolist() == [0, 3, 5, 6, 7]
-
-
-def test_every_column_of_every_slot() -> None:
-    job = job_of(id=["a", "b", "c"], n=[2, 1, 1], logprobs=[True, None, True], tag=pa.array([1, 2, 3], pa.int8()))
-    errors = {2: RowError("too_long", "too long by 1")}
-    found = {0: completion("xy"), 1: completion("z", finish="stop"), 2: completion("")}
-    table = table_of(job, found, errors)
-    assert table.to_pydict() == {
-        "id": ["a", "a", "b", "c"],
-        "sample_index": [0, 1, 0, 0],
-        "text": ["xy", "z", "", None],
-        "token_ids": [[120, 121], [122], [], None],
-        "finish_reason": ["length", "stop", "length", "error"],
-        "logprobs": [[0.0, -1.0], [0.0], None, None],
-        "num_prompt_tokens": [10, 10, 11, 0],
-        "num_cached_tokens": [0, 1, 2, 0],
-        "num_generated_tokens": [2, 1, 0, 0],
-        "error_code": [None, None, None, "too_long"],
-        "error": [None, None, None, "too long by 1"],
-        "tag": [1, 1, 2, 3],
-    }
-
-
-def test_the_columns_and_their_types_do_not_depend_on_the_rows() -> None:
-    full = table_of(job_of(id=["a"], x=[1]), {0: completion("x")})
-    failed = table_of(job_of(id=["a"], n=[0], x=[1]), {})
-    empty = table_of(read_job(pa.table({"prompt": [], "id": pa.array([], pa.string())}), SamplingParams()), {})
-    assert full.column_names == [*RESULT_COLUMNS, "x"]
-    assert failed.schema == full.schema
-    assert empty.schema == full.schema.remove(len(RESULT_COLUMNS))
-    assert empty.num_rows == 0
-    assert full.schema.field("token_ids").type == pa.list_(pa.int32())
-    assert full.schema.field("logprobs").type == pa.list_(pa.float32())
-
-
-def test_errors_of_the_job_are_reported_without_being_passed_again() -> None:
-    job = job_of(n=[0, 1])
-    table = table_of(job, {1: completion("x")})
-    assert table.column("error_code").to_pylist() == ["bad_parameter", None]
-    assert table.column("error").to_pylist()[0].startswith("n is 0")
+def test_outputs_of_one_sequence_are_decoded_once_and_all_that_ended_in_one_call() -> None:
+    written = Written(*[SamplingParams()] * 4, sequences=[0, 1, 0, 2])
+    written.write({0: completion("x"), 1: completion("y")})
+    assert written.decoded == [2]
+    assert [(record["row"], record["text"]) for record in written.found] == [(0, "x"), (2, "x"), (1, "y")]
+    written.write({2: completion("z")})
+    assert [(record["row"], record["text"]) for record in written.found][3:] == [(3, "z")]
 
 
 def test_text_is_cut_before_the_first_stop_string_if_one_ended_the_sample() -> None:
-    job = job_of(n=[4], stop=[["END", "D", "<eos>"]])
-    found = {
-        0: completion("a END", finish="stop", stop_string="END"),
-        1: completion("a END", finish="length"),
-        2: completion("a", finish="stop", stop_string="<eos>"),
-        3: completion("xD END", finish="stop", stop_string="END"),
-    }
-    table = table_of(job, found)
-    assert table.column("text").to_pylist() == ["a ", "a END", "a", "x"]
-    assert table.column("num_generated_tokens").to_pylist() == [5, 5, 1, 6]
+    written = Written(SamplingParams(n=4, stop=("END", "D", "<eos>")))
+    written.write(
+        {
+            0: completion("a END", finish="stop", stop_string="END"),
+            1: completion("a END", finish="length"),
+            2: completion("a", finish="stop", stop_string="<eos>"),
+            3: completion("xD END", finish="stop", stop_string="END"),
+        }
+    )
+    assert [record["text"] for record in written.found] == ["a ", "a END", "a", "x"]
+    assert [record["num_generated_tokens"] for record in written.found] == [5, 5, 1, 6]
 
 
-def test_a_shared_completion_is_decoded_once_and_all_in_one_call() -> None:
-    calls: list[int] = []
-
-    def counting(rows: list[np.ndarray]) -> list[str]:
-        calls.append(len(rows))
-        return detokenize(rows)
-
-    shared = completion("x")
-    completions = [shared, completion("x"), shared]
-    job = job_of(id=[1, 2, 3])
-    table = result_table(job, {}, completions, np.zeros(3, int), np.zeros(3, int), counting)
-    assert calls == [2]
-    assert table.column("text").to_pylist() == ["x", "x", "x"]
+def test_rows_that_share_a_sequence_are_cut_and_given_logprobs_as_they_ask() -> None:
+    params = [SamplingParams(stop=("b",)), SamplingParams(stop=("c",), logprobs=True)]
+    written = Written(*params, sequences=[0, 0])
+    written.write({0: completion("abc", finish="stop", stop_string="b")})
+    assert [(record["text"], record["logprobs"]) for record in written.found] == [
+        ("a", None),
+        ("ab", [0.0, -1.0, -2.0]),
+    ]
 
 
-@pytest.mark.parametrize("completions", [{0: completion("x")}, {0: completion("x"), 1: None}])
-def test_a_missing_sample_is_a_bug_not_an_error_row(completions: Any) -> None:
-    with pytest.raises(KeyError):
-        table_of(job_of(n=[2]), completions)
+def test_without_a_tokenizer_there_is_no_text() -> None:
+    wave = Wave.of(TokenArena.from_rows([np.ones(3, np.int32)]), [SamplingParams()])
+    records, zero = RecordsInMemory(), np.zeros(1, np.int64)
+    writer = Writer(
+        wave, SequenceTable(zero, zero, zero, zero, zero), zero, lambda samples: [None] * len(samples), Ledger(records)
+    )
+    writer.write([(0, completion("x"))])
+    (batch,) = records.batches()
+    assert (batch["text"].to_pylist(), batch["token_ids"].to_pylist()) == ([None], [[120]])
 
 
-@pytest.mark.parametrize("chunk_slots", [1, 2, 5, 100])
-def test_chunks_of_any_size_give_the_same_table(monkeypatch: pytest.MonkeyPatch, chunk_slots: int) -> None:
-    job = job_of(id=[3, 1, 2, 0], n=[3, 0, 4, 1], tag=pa.chunked_array([["a", "b"], ["c", "d"]]))
-    found = {slot: completion("x" * slot) for slot in range(9) if slot != 3}
-    whole = table_of(job, found)
-    monkeypatch.setattr("batchkv.writer.CHUNK_SLOTS", chunk_slots)
-    table = table_of(job, found)
-    assert table == whole
-    assert table.column("tag").to_pylist() == ["a"] * 3 + ["b"] + ["c"] * 4 + ["d"]
-    assert table.column("id").num_chunks == -(-9 // chunk_slots)
+def test_a_sequence_without_a_distribution_is_the_error_of_all_its_rows_once() -> None:
+    written = Written(SamplingParams(n=2), SamplingParams(), SamplingParams(), sequences=[0, 1, 0, 2])
+    written.write({0: None, 2: completion("x")})
+    written.write({1: None})
+    found = [(record["row"], record["finish_reason"], record["error_code"]) for record in written.found]
+    assert found == [(2, "length", None), (0, "error", "bad_logits"), (1, "error", "bad_logits")]
+    assert "--dtype float32" in written.found[1]["error"]
+    assert (written.ledger.num_samples, written.ledger.num_errors) == (1, 2)
 
 
-@pytest.mark.parametrize("ending", [".parquet", ".arrow", ".jsonl"])
-def test_the_result_can_be_written_and_read_in_every_format(tmp_path: Path, ending: str) -> None:
-    job = job_of(id=["a", "b"], n=[2, 0], empty=[{}, {}], nested=[{"x": [{}]}, None])
-    table = with_summary(table_of(job, {0: completion("é"), 1: completion("")}), {"rows": 2})
-    write_table(table, tmp_path / f"out{ending}")
-    assert read_jobs(tmp_path / f"out{ending}").num_rows == 3
+class TestRecords:
+    def test_no_records_are_an_empty_batch(self) -> None:
+        assert as_batch([]).schema == SCHEMA
+        assert len(as_batch([])) == 0
+
+    def test_nothing_and_empty_are_kept_apart(self) -> None:
+        empty = Record(0, 0, "length", "", np.zeros(0, np.int32), np.zeros(0, np.float32))
+        batch = as_batch([empty, Record.of_error(1, RowError("too_long", "by 1"))])
+        assert batch["token_ids"].to_pylist() == batch["logprobs"].to_pylist() == [[], None]
+        assert batch["text"].to_pylist() == ["", None]
+        assert batch["error_code"].to_pylist() == [None, "too_long"]
+        assert batch["finish_reason"].to_pylist() == ["length", "error"]
+
+    @pytest.mark.parametrize("count", [0, 1, 255, 256, 600])
+    def test_many_small_batches_are_joined_and_none_is_lost(self, count: int) -> None:
+        records = RecordsInMemory()
+        for row in range(count):
+            records.append([Record.of_error(row, RowError("too_long", "by 1"))])
+        batches = list(records.batches())
+        assert [row for batch in batches for row in batch["row"].to_pylist()] == list(range(count))
+        assert len(batches) <= 256 + 2
+
+
+class TestLedger:
+    def test_samples_of_rows_with_an_error_do_not_count(self) -> None:
+        records = RecordsInMemory()
+        ledger = Ledger(records)
+        ledger.reject({7: RowError("too_long", "by 1")})
+        ledger.append([Record(row, 0, "stop") for row in (0, 0, 7, 100)])
+        ledger.append([])
+        ledger.reject({0: RowError("bad_logits", ""), 7: RowError("bad_logits", "")})
+        assert (ledger.num_errors, ledger.num_samples) == (2, 1)
+        assert [ledger.has_failed(row) for row in (0, 7, 99, 100, 10**9)] == [True, True, False, False, False]
+        assert sum(map(len, records.batches())) == 1 + 4 + 1  # row 7 keeps its first error
+
+    def test_what_an_earlier_run_has_done_counts_too(self) -> None:
+        ledger = Ledger(RecordsInMemory(), np.array([5, 6, 9]), np.array([2, 2, 4]))
+        assert ledger.num_samples == 3
+        ledger.append([Record(9, 0, "stop")])
+        ledger.reject({2: RowError("bad_logits", "")})
+        assert (ledger.num_samples, ledger.num_errors) == (2, 1)
 
 
 def test_the_summary_is_in_the_metadata() -> None:
     summary = {"rows": 1, "prefill_s": 0.5}
-    table = with_summary(table_of(job_of(id=[1]), {0: completion("x")}), summary)
-    assert json.loads(table.schema.metadata[b"batchkv.summary"]) == summary
-    assert summary_of(table) == summary
+    schema = with_summary(pa.schema({"x": pa.int64()}), summary)
+    assert summary_of(schema) == summary
+    assert schema.names == ["x"]

@@ -1,0 +1,44 @@
+"""Prompts of rows that wait for others, in a file until they are needed."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import IO
+
+import numpy as np
+
+from batchkv.io.prompts import Prompt
+
+
+class DeferredPrompts:
+    """Texts, conversations and token ids, written one after the other and read back by row.
+
+    Args:
+        file: empty, for reading and writing.
+    """
+
+    def __init__(self, file: IO[bytes]) -> None:
+        self._file = file
+        self._place: dict[int, tuple[int, int]] = {}  # of each row: offset and length
+        self._end = 0
+
+    def __len__(self) -> int:
+        return len(self._place)
+
+    def put(self, prompts: Mapping[int, Prompt]) -> None:
+        """More rows, by row number."""
+        self._file.seek(self._end)
+        for row, prompt in prompts.items():
+            value = {"ids": prompt.tolist()} if isinstance(prompt, np.ndarray) else prompt
+            data = json.dumps(value, default=str).encode()
+            self._file.write(data)
+            self._place[row] = (self._end, len(data))
+            self._end += len(data)
+
+    def get(self, row: int) -> Prompt:
+        """The prompt of a row that was put here."""
+        offset, length = self._place[row]
+        self._file.seek(offset)
+        value = json.loads(self._file.read(length))
+        return np.array(value["ids"], np.int32) if isinstance(value, dict) else value  # type: ignore[no-any-return]
