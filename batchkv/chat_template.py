@@ -9,7 +9,6 @@ import jinja2
 
 from batchkv.errors import RowError
 from batchkv.io.prompts import Message
-from batchkv.progress import OnProgress, no_progress
 from batchkv.time_limit import TimeLimit, TookTooLongError
 
 SECONDS = 5.0  # for a conversation, and for a batch of them
@@ -31,7 +30,6 @@ class ChatTokenizer(Protocol):
 def render_conversations(
     conversations: Mapping[int, list[Message]],
     tokenizer: ChatTokenizer,
-    on_progress: OnProgress = no_progress,
     *,
     seconds: float = SECONDS,
     max_text: int = MAX_TEXT,
@@ -41,7 +39,6 @@ def render_conversations(
     Args:
         conversations: by row number.
         tokenizer: has the chat template.
-        on_progress: told after each batch.
         seconds: how long a conversation may take. After `MAX_TIMEOUTS` of them, one after the other, that took
             longer, the rest is not tried: there may be millions.
         max_text: characters that its text may have.
@@ -61,7 +58,6 @@ def render_conversations(
                 errors[row] = checked
             else:
                 rendered[row] = checked
-        on_progress("chat template", len(rendered) + len(errors), len(conversations))
     return rendered, errors
 
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from pathlib import Path
+from tempfile import TemporaryFile
 from typing import IO
 
 import numpy as np
@@ -15,11 +17,12 @@ class DeferredPrompts:
     """Texts, conversations and token ids, written one after the other and read back by row.
 
     Args:
-        file: empty, for reading and writing.
+        scratch: folder for the file, which has no name and goes with this; by default that of the system.
     """
 
-    def __init__(self, file: IO[bytes]) -> None:
-        self._file = file
+    def __init__(self, scratch: Path | None) -> None:
+        self._scratch = scratch
+        self._file: IO[bytes] | None = None
         self._place: dict[int, tuple[int, int]] = {}  # of each row: offset and length
         self._end = 0
 
@@ -28,17 +31,24 @@ class DeferredPrompts:
 
     def put(self, prompts: Mapping[int, Prompt]) -> None:
         """More rows, by row number."""
-        self._file.seek(self._end)
+        file = self._opened()
+        file.seek(self._end)
         for row, prompt in prompts.items():
             value = {"ids": prompt.tolist()} if isinstance(prompt, np.ndarray) else prompt
             data = json.dumps(value, default=str).encode()
-            self._file.write(data)
+            file.write(data)
             self._place[row] = (self._end, len(data))
             self._end += len(data)
 
     def get(self, row: int) -> Prompt:
         """The prompt of a row that was put here."""
         offset, length = self._place[row]
-        self._file.seek(offset)
-        value = json.loads(self._file.read(length))
-        return np.array(value["ids"], np.int32) if isinstance(value, dict) else value  # type: ignore[no-any-return]
+        file = self._opened()
+        file.seek(offset)
+        value = json.loads(file.read(length))
+        return np.array(value["ids"], np.int32) if isinstance(value, dict) else value
+
+    def _opened(self) -> IO[bytes]:
+        if self._file is None:
+            self._file = TemporaryFile(dir=self._scratch)  # noqa: SIM115  open as long as this lives
+        return self._file

@@ -7,26 +7,28 @@ from dataclasses import dataclass
 from typing import Literal
 
 import numpy as np
+import numpy.typing as npt
 import pyarrow as pa
 
 from batchkv.errors import RowError, UserError
 from batchkv.io.columns import (
-    CONSUMED_COLUMNS,
+    CONTINUATION_COLUMN,
     ID_COLUMN,
+    JOB_COLUMNS,
     PROMPT_COLUMNS,
     RESULT_COLUMNS,
     TENANT_COLUMN,
-    UNSUPPORTED_COLUMNS,
     Column,
     decoded,
     distinct,
-    is_given,
     is_string,
     kind_of,
     storable,
+    to_cells,
 )
+from batchkv.io.dependencies import References, read_references
 from batchkv.io.parameters import read_parameters
-from batchkv.io.prompts import Message, Prompt, Prompts, read_prompts
+from batchkv.io.prompts import MAX_TOKEN_ID, Message, Prompt, Prompts, read_prompts
 from batchkv.io.read import JobTable
 from batchkv.sampling_params import RowParams, SamplingParams
 
@@ -45,6 +47,9 @@ __all__ = [
 ]
 
 _ID_TYPES = {"numbered": pa.int64(), "string": pa.string(), "integer": pa.int64()}
+_BAD_CONTINUATION = RowError(
+    "bad_parameter", "continuation must be a string or a list of token ids, neither of them empty"
+)
 _BAD_TENANT = RowError("bad_parameter", "tenant must be a string or an integer")
 
 
@@ -58,6 +63,9 @@ class Job:
         prompts: text, a conversation or int32 token ids; none where the row has an error.
         params: a row with an error has the defaults.
         tenants: of each row, as text; None where nobody has one.
+        continuations: what is to be scored after the prompt, as text or int32 token ids, of the rows that have one, by
+            row number in the block.
+        references: the rows that rows wait for, by row number in the job.
         errors: by row number.
         carried: the columns that are copied to the result, in order; no columns if there are none.
     """
@@ -67,6 +75,8 @@ class Job:
     prompts: Prompts
     params: RowParams
     tenants: list[str | None] | None
+    continuations: Mapping[int, str | npt.NDArray[np.int32]]
+    references: References
     errors: Mapping[int, RowError]
     carried: pa.Table
 
@@ -91,11 +101,32 @@ def check_rows(table: JobTable, defaults: SamplingParams, *, first_row: int = 0,
     prompts, prompt_errors = read_prompts(table.columns, table.num_rows)
     params, param_errors = read_parameters(table.columns, defaults, table.num_rows)
     tenants, tenant_errors = _read_tenants(table)
+    continuations, continuation_errors = _read_continuations(table)
+    references, misnamed = read_references(table.columns, table.num_rows, first_row)
+    reference_errors = {row - first_row: error for row, error in misnamed.items()}
     # The first thing that is wrong with a row is what it reports.
-    errors = {**_unsupported(table), **tenant_errors, **param_errors, **prompt_errors, **id_errors, **table.errors}
+    errors = {
+        **reference_errors,
+        **continuation_errors,
+        **tenant_errors,
+        **param_errors,
+        **prompt_errors,
+        **id_errors,
+        **table.errors,
+    }
     params.index[list(errors)] = 0  # the defaults
     ordered = dict(sorted(errors.items()))
-    return Job(ids, id_kind, prompts.without(errors), params, tenants, ordered, carried_columns(table))
+    return Job(
+        ids,
+        id_kind,
+        prompts.without(errors),
+        params,
+        tenants,
+        continuations,
+        references,
+        ordered,
+        carried_columns(table),
+    )
 
 
 def check_columns(names: Collection[str]) -> None:
@@ -114,7 +145,7 @@ def check_columns(names: Collection[str]) -> None:
             f"the job has none of the columns {', '.join(PROMPT_COLUMNS)}, "
             f"only {', '.join(names)}: rename the one that holds the prompts"
         )
-    taken = [name for name in names if name not in CONSUMED_COLUMNS and name in RESULT_COLUMNS]
+    taken = [name for name in names if name not in JOB_COLUMNS and name in RESULT_COLUMNS]
     if taken:
         raise UserError(
             f"the result has columns of its own named {', '.join(sorted(taken))}: rename those of the job file"
@@ -130,6 +161,26 @@ def _read_tenants(table: JobTable) -> tuple[list[str | None] | None, dict[int, R
     errors = {row: _BAD_TENANT for row in range(len(codes)) if allowed[codes[row]] is _BAD_TENANT}
     texts = [None if value is None or isinstance(value, RowError) else str(value) for value in allowed]
     return [texts[code] for code in codes.tolist()], errors
+
+
+def _read_continuations(
+    table: JobTable,
+) -> tuple[dict[int, str | npt.NDArray[np.int32]], dict[int, RowError]]:
+    """What each row wants scored: a text, or a list of token ids."""
+    if CONTINUATION_COLUMN not in table.columns:
+        return {}, {}
+    found: dict[int, str | npt.NDArray[np.int32]] = {}
+    errors: dict[int, RowError] = {}
+    for row, cell in enumerate(to_cells(decoded(table.columns[CONTINUATION_COLUMN]))):
+        if cell is None:
+            continue
+        if isinstance(cell, str) and cell:
+            found[row] = cell
+        elif isinstance(cell, list) and cell and all(type(i) is int and 0 <= i <= MAX_TOKEN_ID for i in cell):
+            found[row] = np.array(cell, np.int32)
+        else:
+            errors[row] = _BAD_CONTINUATION
+    return found, errors
 
 
 def read_ids(
@@ -198,28 +249,14 @@ def _ids_of_cells(cells: list[object], first_row: int, kind: IdKind | None) -> t
     return pa.array(kept, pa.string() if allowed is str else pa.int64()), errors
 
 
-def _unsupported(table: JobTable) -> dict[int, RowError]:
-    errors: dict[int, RowError] = {}
-    for name in UNSUPPORTED_COLUMNS:
-        if name in table.columns:
-            error = RowError("unsupported", f"column {name} is set, which this version does not execute")
-            errors.update((row, error) for row in np.flatnonzero(is_given(table.columns[name])).tolist())
-    return errors
-
-
 def carried_columns(table: JobTable) -> pa.Table:
     """The columns that are copied to the result, with types that every result file can hold."""
-    carried = {name: _carried_column(column) for name, column in table.columns.items() if name not in CONSUMED_COLUMNS}
+    carried = {name: _carried_column(column) for name, column in table.columns.items() if name not in JOB_COLUMNS}
     return pa.table(carried)
 
 
 def _carried_column(column: Column) -> pa.ChunkedArray:
-    if not isinstance(column, list):
-        dtype = storable(pa.array([], column.type)).type
-        return pa.chunked_array([storable(chunk) for chunk in column.chunks], dtype)
-    try:
-        return _carried_column(pa.chunked_array([pa.array(column)]))
-    except (pa.ArrowException, OverflowError):
-        # Only unsupported job columns of JSON lines come here, with another type in each line.
-        texts = [None if cell is None else str(cell) for cell in column]
-        return pa.chunked_array([pa.array(texts, pa.string())])
+    if isinstance(column, list):
+        raise TypeError("a column of JSON lines that is no job column has an Arrow type")
+    dtype = storable(pa.array([], column.type)).type
+    return pa.chunked_array([storable(chunk) for chunk in column.chunks], dtype)

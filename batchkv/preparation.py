@@ -13,8 +13,9 @@ from batchkv.job_plan import Plan
 from batchkv.kv_layout import KVLayout, layer_specs
 from batchkv.planner import Detokenize, Limits, check_kv_budget, make_plan
 from batchkv.rows import PromptLimits
+from batchkv.token_arena import TokenArena
 from batchkv.wave import Int64Array, Wave
-from batchkv.waves import output_keys, without_outputs
+from batchkv.waves import output_keys
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedTokenizerBase
@@ -68,6 +69,7 @@ class PreparedWave:
     Attributes:
         wave: what is to be computed.
         plan: how.
+        arena: the tokens that its trie is of.
         cached: int64 [outputs], prompt tokens not computed for each output where nothing of the job was done before: a
             job that was interrupted gives the same result as one that was not.
         errors: rows left out, by their number in the job.
@@ -75,6 +77,7 @@ class PreparedWave:
 
     wave: Wave
     plan: Plan
+    arena: TokenArena
     cached: Int64Array
     errors: dict[int, RowError]
 
@@ -91,17 +94,27 @@ def prepare_wave(
         limits: memory and batch limits.
         detokenize: shows how shared prefixes begin.
     """
-    too_long = check_kv_budget(whole, layout, limits)
-    errors = {int(whole.row[request]): error for request, error in too_long.items()}
-    if too_long:
-        whole = whole.take(np.setdiff1d(np.arange(whole.num_requests), list(too_long)))
-    wave = without_outputs(whole, done)
+    whole, errors = without_too_long(whole, layout, limits)
+    left = outputs_left(whole, done)
+    wave = whole.with_outputs(left)
     plan = make_plan(wave, layout, limits, detokenize)
-    if wave.num_outputs == whole.num_outputs:
-        return PreparedWave(wave, plan, plan.cached_tokens(), errors)
-    cached = make_plan(whole, layout, limits).cached_tokens()
-    left = np.isin(_keys(whole), _keys(wave))
-    return PreparedWave(wave, plan, cached[left], errors)
+    as_whole = plan if len(left) == whole.num_outputs else make_plan(whole, layout, limits)
+    return PreparedWave(wave, plan, wave.arena, as_whole.cached_tokens()[left], errors)
+
+
+def without_too_long(wave: Wave, layout: KVLayout, limits: Limits) -> tuple[Wave, dict[int, RowError]]:
+    """The wave without rows that take more KV than there is, and their errors by row number."""
+    too_long = check_kv_budget(wave, layout, limits)
+    if not too_long:
+        return wave, {}
+    errors = {int(wave.row[request]): error for request, error in too_long.items()}
+    outputs = np.flatnonzero(~np.isin(wave.row[wave.output_request], list(errors)))
+    return wave.with_outputs(outputs), errors
+
+
+def outputs_left(whole: Wave, done: Int64Array) -> Int64Array:
+    """int64: the outputs of a wave that are not among those `done` (ascending, from `waves.output_keys`)."""
+    return np.flatnonzero(~np.isin(output_keys(whole.row[whole.output_request], whole.output_sample), done))
 
 
 def preview(tokenizer: PreTrainedTokenizerBase | None) -> Detokenize | None:
@@ -109,7 +122,3 @@ def preview(tokenizer: PreTrainedTokenizerBase | None) -> Detokenize | None:
     if tokenizer is None:
         return None
     return lambda token_ids: str(tokenizer.decode(token_ids.tolist()))
-
-
-def _keys(wave: Wave) -> Int64Array:
-    return output_keys(wave.row[wave.output_request], wave.output_sample)

@@ -25,6 +25,8 @@ SCHEMA = pa.schema(
         "num_generated_tokens": pa.int32(),
         "error_code": pa.string(),
         "error": pa.string(),
+        "is_greedy": pa.bool_(),
+        "choice_logprobs": pa.list_(pa.float32()),
     }
 )
 _JOINED_BATCHES = 256
@@ -42,6 +44,8 @@ class Record:
         logprobs: float32 [generated], of the sampled tokens; None unless asked for.
         num_prompt_tokens, num_cached_tokens, num_generated_tokens: as in the result.
         error: what is wrong with the row.
+        is_greedy: of a continuation that was scored, whether greedy decoding gives it.
+        choice_logprobs: float32 [choices], where these were scored.
     """
 
     row: int
@@ -54,6 +58,8 @@ class Record:
     num_cached_tokens: int = 0
     num_generated_tokens: int = 0
     error: RowError | None = None
+    is_greedy: bool | None = None
+    choice_logprobs: npt.NDArray[np.float32] | None = None
 
     @classmethod
     def of_error(cls, row: int, error: RowError) -> Record:
@@ -101,6 +107,8 @@ def as_batch(records: Sequence[Record]) -> pa.RecordBatch:
             pa.array([record.num_generated_tokens for record in records], pa.int32()),
             pa.array([record.error and record.error.code for record in records], pa.string()),
             pa.array([record.error and record.error.message for record in records], pa.string()),
+            pa.array([record.is_greedy for record in records], pa.bool_()),
+            _list_array([record.choice_logprobs for record in records], np.float32),
         ],
         schema=SCHEMA,
     )

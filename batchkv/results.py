@@ -13,6 +13,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from batchkv import records
+from batchkv.errors import UserError
 from batchkv.io.carried import conformed
 from batchkv.io.columns import RESULT_COLUMNS
 from batchkv.io.read import JobSource
@@ -29,8 +30,25 @@ def result_schema(rows: Rows) -> pa.Schema:
     """Columns of the result, the carried ones included."""
     own = {**dict(zip(records.SCHEMA.names, records.SCHEMA.types, strict=True)), "sample_index": pa.int32()}
     own["id"] = pa.string() if rows.id_kind in (None, "string") else pa.int64()
-    fields = [pa.field(name, own[name]) for name in RESULT_COLUMNS]
+    fields = [pa.field(name, own[name]) for name in (*RESULT_COLUMNS, *_extra_columns(rows))]
     return pa.schema([*fields, *(field.remove_metadata() for field in rows.carried)])
+
+
+def _extra_columns(rows: Rows) -> list[str]:
+    """Columns that only results of scoring have.
+
+    Raises:
+        UserError: the job has columns of these names, too.
+    """
+    extra: list[str] = []
+    if (rows.score_from >= 0).any():
+        extra.append("is_greedy")
+    if any(params.scores_choices for params in rows.params.distinct):
+        extra.append("choice_logprobs")
+    taken = set(extra) & set(rows.carried.names)
+    if taken:
+        raise UserError(f"the result has columns of its own named {', '.join(sorted(taken))}: rename those of the job")
+    return extra
 
 
 def result_blocks(
@@ -49,8 +67,8 @@ def result_blocks(
     """
     cursor = _Cursor(ordered)
     first = 0
-    wanted = rows.params.column(lambda params: params.n, np.int64)
-    schema = result_schema(rows)
+    wanted = rows.outputs_of_rows()
+    schema, extra = result_schema(rows), _extra_columns(rows)
     for block in source.blocks(limit):
         found = cursor.take(first + block.num_rows)
         row = found.column("row").to_numpy() - first
@@ -60,7 +78,7 @@ def result_blocks(
         columns: dict[str, Any] = {
             "id": ids.cast(schema.field("id").type).take(pa.array(row)),
             "sample_index": found.column("sample"),
-            **{name: found.column(name) for name in RESULT_COLUMNS[2:]},
+            **{name: found.column(name) for name in (*RESULT_COLUMNS[2:], *extra)},
             **{name: carried.column(name).take(pa.array(row)) for name in carried.column_names},
         }
         yield pa.table(columns, schema=schema)

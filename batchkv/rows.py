@@ -10,6 +10,8 @@ import errno
 import mmap
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
+from pathlib import Path
+from tempfile import TemporaryFile
 from time import perf_counter
 from typing import IO, Any
 
@@ -19,16 +21,20 @@ import polars as pl
 import pyarrow as pa
 
 from batchkv.constraints import ConstraintChecks
+from batchkv.deferred import DeferredPrompts
+from batchkv.dependencies import Dependencies, find_dependencies
 from batchkv.errors import RowError, UserError
 from batchkv.io.carried import CarriedSchema
+from batchkv.io.dependencies import References
 from batchkv.io.read import JobSource
 from batchkv.job import IdKind, Job, check_columns, check_rows, read_ids
 from batchkv.metrics import RunMetrics
 from batchkv.progress import OnProgress, no_progress
 from batchkv.random_numbers import row_key
 from batchkv.sampling_params import RowParams, SamplingParams
+from batchkv.scoring import SCORING
 from batchkv.token_arena import TokenArena
-from batchkv.tokenization import Tokenizer, check_prompts, tokenize
+from batchkv.tokenization import Tokenizer, check_prompts, continuation_ids, tokenize
 
 Int64Array = npt.NDArray[np.int64]
 Errors = Mapping[int, RowError]
@@ -41,9 +47,14 @@ class Rows:
 
     Attributes:
         arena: prompts, in a mapped file; rows that cannot run have no tokens.
-        params: a row with an error has the job's defaults. Seeds are 0: they are in the keys.
+        params: a row with an error has the job's defaults, one that is scored `SCORING`. Seeds are 0: they are in the
+            keys.
         keys: uint64 [rows], from `random_numbers.row_key`.
         tenants: int32 [rows], rows of different ones share nothing.
+        score_from: int32 [rows], where the continuation begins among the tokens of a row that has one, else -1.
+        dependencies: which rows wait for which; None if none does.
+        deferred: the prompts of rows that wait. They have no tokens here.
+        ids: string or int64 [rows], only if there are dependencies.
         id_kind: what the ids of the job are.
         carried: schema of the columns that are copied to the result.
         mapped: the token file; None if it is empty.
@@ -53,6 +64,10 @@ class Rows:
     params: RowParams
     keys: npt.NDArray[np.uint64]
     tenants: npt.NDArray[np.int32]
+    score_from: npt.NDArray[np.int32]
+    dependencies: Dependencies | None
+    deferred: DeferredPrompts
+    ids: pa.Array | None
     id_kind: IdKind | None
     carried: pa.Schema
     mapped: mmap.mmap | None
@@ -63,8 +78,14 @@ class Rows:
 
     @property
     def num_outputs(self) -> int:
-        """Samples of all rows that have tokens."""
-        return int(self.params.column(lambda params: params.n, np.int64)[self.arena.lengths > 0].sum())
+        """Result rows of all rows that have tokens, or will have some."""
+        outputs = self.outputs_of_rows()
+        waiting = list(self.dependencies.required) if self.dependencies else []
+        return int(outputs[self.arena.lengths > 0].sum() + outputs[waiting].sum())
+
+    def outputs_of_rows(self) -> Int64Array:
+        """int64 [rows]: result rows of each, if it has no error."""
+        return self.params.column(lambda params: params.num_outputs, np.int64)
 
     def release_pages(self) -> None:
         """Lets the system have back the memory in which parts of the token file are; they are read again if needed."""
@@ -85,7 +106,7 @@ def take_in(
     defaults: SamplingParams,
     tokenizer: Tokenizer | None,
     limits: PromptLimits,
-    token_file: IO[bytes],
+    scratch: Path | None,
     constraints: ConstraintChecks,
     reject: Reject,
     metrics: RunMetrics,
@@ -100,7 +121,8 @@ def take_in(
         defaults: the parameters of a row that does not set its own.
         tokenizer: of the model; jobs of token ids need none.
         limits: what the model takes.
-        token_file: empty, for the token ids; it stays mapped as long as the rows are used.
+        scratch: folder for files without a name, which are there as long as the rows are used; by default that of
+            the system.
         constraints: looks at those of the rows.
         reject: called with the rows that cannot run, by row number, some at a time.
         metrics: times are added here.
@@ -110,10 +132,16 @@ def take_in(
     Raises:
         UserError: no row of the job can be run, or the token file cannot be written.
     """
+    with TemporaryFile(dir=scratch) as token_file:  # what is mapped outlasts it
+        deferred = DeferredPrompts(scratch)
+        intake = _Intake(defaults, tokenizer, limits, token_file, deferred, constraints, reject, metrics)
+        return _take_in(intake, source, limit, on_progress)
+
+
+def _take_in(intake: _Intake, source: JobSource, limit: int | None, on_progress: OnProgress) -> Rows:
     started = perf_counter()
-    intake = _Intake(defaults, tokenizer, limits, token_file, constraints, reject, metrics)
     for block in source.blocks(limit):
-        job = check_rows(block, defaults, first_row=intake.num_rows, id_kind=intake.id_kind)
+        job = check_rows(block, intake.defaults, first_row=intake.num_rows, id_kind=intake.id_kind)
         intake.carried.add(job.carried.schema, block.where)
         intake.columns.update(dict.fromkeys(block.columns))
         intake.add(job)
@@ -121,14 +149,30 @@ def take_in(
     check_columns(intake.columns)
     rows = intake.finish()
     twins = _rows_with_taken_ids(intake, source, limit)
-    reject(
+    intake.reject(
         {
             row: RowError("duplicate_id", f"row {row} has the id of row {twin}: make ids unique")
             for row, twin in twins.items()
         }
     )
-    metrics.read_s += perf_counter() - started - metrics.tokenize_s
-    return replace(rows, arena=rows.arena.with_rows_dropped(twins))
+    intake.failed.append(np.fromiter(twins, np.int64))
+    rows = _with_dependencies(replace(rows, arena=rows.arena.with_rows_dropped(twins)), intake, source, limit)
+    intake.metrics.read_s += perf_counter() - started - intake.metrics.tokenize_s
+    return rows
+
+
+def _with_dependencies(rows: Rows, intake: _Intake, source: JobSource, limit: int | None) -> Rows:
+    """The rows with what they wait for; those that wait in vain are rejected."""
+    if not len(rows.deferred):
+        return rows
+    ids: list[pa.Array] = []
+    for block in source.blocks(limit):
+        ids.append(read_ids(block, sum(map(len, ids)), rows.id_kind)[0])
+    all_ids = pa.concat_arrays(ids)
+    failed = np.concatenate(intake.failed).tolist()
+    found = find_dependencies(all_ids, References.joined(intake.references), rows.outputs_of_rows(), failed)
+    intake.reject(found.errors)
+    return replace(rows, dependencies=found, ids=all_ids)
 
 
 @dataclass(slots=True)
@@ -139,6 +183,7 @@ class _Intake:
     tokenizer: Tokenizer | None
     limits: PromptLimits
     token_file: IO[bytes]
+    deferred: DeferredPrompts
     constraints: ConstraintChecks
     reject: Reject
     metrics: RunMetrics
@@ -146,19 +191,25 @@ class _Intake:
     id_kind: IdKind | None = None
     columns: dict[str, None] = field(default_factory=dict)
     carried: CarriedSchema = field(default_factory=CarriedSchema)
+    failed: list[Int64Array] = field(default_factory=list)
+    references: list[References] = field(default_factory=list)
     id_hashes: list[npt.NDArray[np.uint64]] = field(default_factory=list)
     _lengths: list[Int64Array] = field(default_factory=list)
     _params: list[npt.NDArray[np.int32]] = field(default_factory=list)
     _keys: list[npt.NDArray[np.uint64]] = field(default_factory=list)
     _tenants: list[npt.NDArray[np.int32]] = field(default_factory=list)
+    _score_from: list[npt.NDArray[np.int32]] = field(default_factory=list)
     _number_of_params: dict[SamplingParams, int] = field(default_factory=dict)
     _number_of_tenant: dict[str | None, int] = field(default_factory=lambda: {None: 0})
 
     def add(self, job: Job) -> None:
+        waiting = self._defer(job)
         with self.metrics.timed("tokenize"):
-            arena, errors = self._tokenize(job)
+            arena, score_from, errors = self._tokenize(job, waiting)
+        self.failed.append(self.num_rows + np.fromiter(errors, np.int64))
         self.reject({self.num_rows + row: error for row, error in errors.items()})
         self._write(arena)
+        self._score_from.append(score_from)
         self._lengths.append(arena.lengths)
         self._params.append(self._params_of(job))
         ids = job.ids.to_pylist()
@@ -182,28 +233,59 @@ class _Intake:
             params=RowParams(tuple(self._number_of_params), _joined(self._params, np.int32)),
             keys=_joined(self._keys, np.uint64),
             tenants=_joined(self._tenants, np.int32),
+            score_from=_joined(self._score_from, np.int32),
+            dependencies=None,
+            deferred=self.deferred,
+            ids=None,
             id_kind=self.id_kind,
             carried=self.carried.schema,
             mapped=mapped,
         )
 
-    def _tokenize(self, job: Job) -> tuple[TokenArena, dict[int, RowError]]:
-        """The prompts, and all errors of the rows: those have no tokens."""
-        arena, errors = tokenize(job, self.tokenizer)
+    def _defer(self, job: Job) -> list[int]:
+        """Puts the prompts of rows that wait for others aside; those rows, by number in the block."""
+        references = job.references
+        named = sorted({*references.parents, *references.depends_on})
+        waiting = [row - self.num_rows for row in named if row - self.num_rows not in job.errors]
+        if waiting:
+            self.references.append(references)
+            prompts = ((self.num_rows + row, job.prompts[row]) for row in waiting)
+            self.deferred.put({row: prompt for row, prompt in prompts if prompt is not None})
+        return waiting
+
+    def _tokenize(self, job: Job, waiting: list[int]) -> tuple[TokenArena, npt.NDArray[np.int32], dict[int, RowError]]:
+        """Tokens of the rows that can run now, where their continuations begin, and all errors of the rows."""
+        arena, errors = tokenize(job.prompts.without(waiting), self.tokenizer)
         errors = {**errors, **job.errors}
         if self.tokenizer is None:
             errors |= _without_text(job, errors)
+        errors |= dict.fromkeys((row for row in waiting if row in job.continuations), _WAITS_AND_SCORED)
+        arena, score_from = self._with_continuations(arena, job, errors)
         errors |= check_prompts(
             arena,
-            job,
             vocab_size=self.limits.vocab_size,
             context_length=self.limits.context_length,
-            errors=errors,
+            errors={*errors, *waiting},
         )
         errors |= self.constraints.check(job.params, errors)
         lengths = arena.lengths.copy()
         lengths[list(errors)] = 0
-        return arena.take(np.where(lengths > 0, np.arange(job.num_rows), -1)), errors
+        return arena.take(np.where(lengths > 0, np.arange(job.num_rows), -1)), score_from, errors
+
+    def _with_continuations(
+        self, arena: TokenArena, job: Job, errors: Errors
+    ) -> tuple[TokenArena, npt.NDArray[np.int32]]:
+        """The prompts with what is scored after them, and where that begins."""
+        score_from = np.full(job.num_rows, -1, np.int32)
+        scored = [row for row in job.continuations if row not in errors and arena.lengths[row]]
+        if not scored:
+            return arena, score_from
+        rows = [arena.row(row) for row in range(arena.num_rows)]
+        continuations = continuation_ids([job.continuations[row] for row in scored], self.tokenizer)
+        for row, token_ids in zip(scored, continuations, strict=True):
+            score_from[row] = len(rows[row])
+            rows[row] = np.concatenate([rows[row], token_ids])
+        return TokenArena.from_rows(rows), score_from
 
     def _write(self, arena: TokenArena) -> None:
         try:
@@ -219,6 +301,8 @@ class _Intake:
         number = self._number_of_params
         mapped = [number.setdefault(replace(one, seed=0), len(number)) for one in job.params.distinct]
         numbers: npt.NDArray[np.int32] = np.array(mapped, np.int32)[job.params.index]
+        if job.continuations:
+            numbers[list(job.continuations)] = number.setdefault(SCORING, len(number))
         return numbers
 
     def _tenants_of(self, job: Job) -> npt.NDArray[np.int32]:
@@ -230,6 +314,9 @@ class _Intake:
 
 def _joined(parts: list[Any], dtype: type[np.generic]) -> npt.NDArray[Any]:
     return np.concatenate([np.zeros(0, dtype), *parts])
+
+
+_WAITS_AND_SCORED = RowError("bad_parameter", "a row with a continuation to be scored cannot wait for other rows")
 
 
 def _without_text(job: Job, errors: Errors) -> dict[int, RowError]:

@@ -90,6 +90,15 @@ class SamplingParams:
         _require(self.choice_mode in ("generate", "score"), "choice_mode", self.choice_mode, "'generate' or 'score'")
 
     @property
+    def num_outputs(self) -> int:
+        """Result rows: choices that are scored have one between them."""
+        return 1 if self.scores_choices else self.n
+
+    @property
+    def scores_choices(self) -> bool:
+        return bool(self.choices) and self.choice_mode == "score"
+
+    @property
     def greedy(self) -> bool:
         return self.temperature == 0
 

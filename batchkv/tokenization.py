@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Container, Sequence
 from itertools import chain
 from typing import Any, Protocol
 
@@ -13,13 +13,11 @@ import pyarrow.compute as pc
 
 from batchkv.chat_template import render_conversations
 from batchkv.errors import RowError, UserError
-from batchkv.job import Job
-from batchkv.progress import OnProgress, no_progress
+from batchkv.io.prompts import Prompts
 from batchkv.token_arena import TokenArena, TokenIds, joined
 
 # Texts handed to the tokenizer at once: enough to keep its threads busy, few enough to keep memory flat.
 BATCH_TEXTS = 4096
-_NO_ERRORS: Mapping[int, RowError] = {}
 
 
 class Tokenizer(Protocol):
@@ -34,9 +32,7 @@ class Tokenizer(Protocol):
     def apply_chat_template(self, conversation: Any, **options: Any) -> Any: ...
 
 
-def tokenize(
-    job: Job, tokenizer: Tokenizer | None, on_progress: OnProgress = no_progress
-) -> tuple[TokenArena, dict[int, RowError]]:
+def tokenize(prompts: Prompts, tokenizer: Tokenizer | None) -> tuple[TokenArena, dict[int, RowError]]:
     """The token ids of every row, and the errors that tokenizing found, by row number.
 
     A `prompt` gets the special tokens that the tokenizer adds; a BOS that its text begins with is not added
@@ -45,22 +41,21 @@ def tokenize(
     Raises:
         UserError: rows hold text, but there is no tokenizer.
     """
-    prompts = job.prompts
     if prompts.texts.null_count == len(prompts) and not prompts.conversations:
         return prompts.token_ids, {}
     if tokenizer is None:
         raise UserError("without a tokenizer only prompt_token_ids can be run: name one with --tokenizer")
-    rendered, errors = render_conversations(prompts.conversations, tokenizer, on_progress)
+    rendered, errors = render_conversations(prompts.conversations, tokenizer)
     arenas: list[TokenArena] = []
-    source = np.full(job.num_rows, -1, np.int64)  # where each row is in `arenas`, one after the other
+    source = np.full(len(prompts), -1, np.int64)  # where each row is in `arenas`, one after the other
     for rows, texts, add_special_tokens in (
-        (np.arange(job.num_rows), prompts.texts.combine_chunks(), True),
+        (np.arange(len(prompts)), prompts.texts.combine_chunks(), True),
         (np.fromiter(rendered, np.int64), pa.array(rendered.values(), pa.large_string()), False),
     ):
         distinct = texts.dictionary_encode()
         codes = distinct.indices.fill_null(-1).to_numpy()
         source[rows[codes >= 0]] = codes[codes >= 0] + sum(arena.num_rows for arena in arenas)
-        arenas.append(_encode(distinct.dictionary, tokenizer, on_progress, add_special_tokens=add_special_tokens))
+        arenas.append(_encode(distinct.dictionary, tokenizer, add_special_tokens=add_special_tokens))
     has_ids = prompts.token_ids.lengths > 0
     if has_ids.any():
         source[has_ids] = np.flatnonzero(has_ids) + sum(arena.num_rows for arena in arenas)
@@ -70,16 +65,14 @@ def tokenize(
 
 def check_prompts(
     arena: TokenArena,
-    job: Job,
     *,
     vocab_size: int,
     context_length: int | None,
-    errors: Mapping[int, RowError] = _NO_ERRORS,
+    errors: Container[int] = (),
 ) -> dict[int, RowError]:
     """What the model cannot take, by row number: `empty_prompt`, `bad_token_id` and `too_long`.
 
-    A prompt must leave room for one generated token. Rows that have an error already, in `job` or in
-    `errors`, are not looked at.
+    A prompt must leave room for one generated token. Rows that are in `errors` already are not looked at.
     """
     found: dict[int, RowError] = {}
     lengths = arena.lengths
@@ -95,12 +88,10 @@ def check_prompts(
     for row, token in zip(*(column.tolist() for column in arena.tokens_outside(vocab_size)), strict=True):
         message = f"the prompt holds the token id {token}, must be from 0 to {vocab_size - 1}"
         found[row] = RowError("bad_token_id", message)
-    return {row: error for row, error in sorted(found.items()) if row not in job.errors and row not in errors}
+    return {row: error for row, error in sorted(found.items()) if row not in errors}
 
 
-def _encode(
-    texts: pa.LargeStringArray, tokenizer: Tokenizer, on_progress: OnProgress, *, add_special_tokens: bool
-) -> TokenArena:
+def _encode(texts: pa.LargeStringArray, tokenizer: Tokenizer, *, add_special_tokens: bool) -> TokenArena:
     """The token ids of each text."""
     if len(texts) == 0:
         return TokenArena.from_rows([])
@@ -111,9 +102,25 @@ def _encode(
         ids = token_ids_of(texts.slice(start, BATCH_TEXTS).to_pylist(), tokenizer, add_special_tokens)
         lengths.append(np.fromiter(map(len, ids), np.int64, len(ids)))
         tokens.append(np.fromiter(chain.from_iterable(ids), np.int32, int(lengths[-1].sum())))
-        on_progress("tokenize", start + len(ids), len(texts))
     arena = TokenArena.from_lengths(np.concatenate(tokens), np.concatenate(lengths))
     return _without_second_bos(texts, arena, tokenizer) if adds_bos else arena
+
+
+def continuation_ids(continuations: Sequence[str | TokenIds], tokenizer: Tokenizer | None) -> list[TokenIds]:
+    """Of texts that follow a prompt, and so begin with no special token; token ids as they are.
+
+    Raises:
+        UserError: there are texts, but no tokenizer.
+    """
+    texts = list(dict.fromkeys(one for one in continuations if isinstance(one, str)))
+    if texts and tokenizer is None:
+        raise UserError("without a tokenizer only token ids can be run: name one with --tokenizer")
+    ids_of: dict[str, TokenIds] = {}
+    for start in range(0, len(texts), BATCH_TEXTS):
+        part = texts[start : start + BATCH_TEXTS]
+        if tokenizer is not None:
+            ids_of |= zip(part, (np.array(ids, np.int32) for ids in token_ids_of(part, tokenizer, False)), strict=True)
+    return [ids_of[one] if isinstance(one, str) else one for one in continuations]
 
 
 def token_ids_of(texts: list[str], tokenizer: Tokenizer, add_special_tokens: bool) -> list[list[int]]:

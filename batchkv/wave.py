@@ -29,6 +29,7 @@ class Wave:
         scored: which of them are given continuations.
         group: int64 [R], requests of different groups share nothing.
         row: int64 [R], the row of the job that each belongs to.
+        choice: int64 [R], which of the row's choices is scored; -1 for other requests.
         output_request: int64 [O], whose output each is; never decreases.
         output_sample: int64 [O], which of the request's samples; those that are there already are not asked for again.
     """
@@ -39,6 +40,7 @@ class Wave:
     scored: Scored
     group: Int64Array
     row: Int64Array
+    choice: Int64Array
     output_request: Int64Array
     output_sample: Int64Array
 
@@ -55,6 +57,7 @@ class Wave:
             scored=scored or Scored.none(arena.num_rows),
             group=np.zeros_like(number),
             row=number,
+            choice=np.full_like(number, -1),
             output_request=np.repeat(number, counts),
             output_sample=count_up(counts),
         )
@@ -86,6 +89,7 @@ class Wave:
             scored=self.scored.take(requests),
             group=self.group[requests],
             row=self.row[requests],
+            choice=self.choice[requests],
             output_request=new_number[self.output_request[kept]],
             output_sample=self.output_sample[kept],
         )

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import numpy as np
 import numpy.typing as npt
 
+from batchkv.choices import ChoiceTokens, with_choices
 from batchkv.intervals import count_up
 from batchkv.partition import partition
 from batchkv.rows import Rows
-from batchkv.scoring import Scored
+from batchkv.scoring import split_last_tokens
+from batchkv.token_arena import TokenArena
 from batchkv.wave import Int64Array, Wave
 
 # A job of fewer outputs and tokens is one wave, and every prefix in it is computed once. Larger ones are split, so that
@@ -28,48 +28,31 @@ def output_keys(row: npt.NDArray[np.integer], sample: npt.NDArray[np.integer]) -
 
 
 def split(rows: Rows) -> list[Int64Array]:
-    """Which rows are in which wave."""
-    return partition(
-        rows.arena,
-        rows.tenants,
-        rows.params.column(lambda params: params.n, np.int64),
-        max_outputs=MAX_OUTPUTS,
-        max_tokens=MAX_TOKENS,
-    )
+    """The rows that have tokens, in parts that can be planned at once."""
+    return partition(rows.arena, rows.tenants, rows.outputs_of_rows(), max_outputs=MAX_OUTPUTS, max_tokens=MAX_TOKENS)
 
 
-def waves(rows: Rows) -> Iterator[Wave]:
-    """All waves of a job, in the order of execution."""
-    for picked in split(rows):
-        yield wave_of(rows, picked)
-        rows.release_pages()
+def wave_of(rows: Rows, picked: Int64Array, arena: TokenArena, choices: ChoiceTokens) -> Wave:
+    """All outputs of some rows.
 
-
-def wave_of(rows: Rows, picked: Int64Array) -> Wave:
-    """Every sample of the rows that are `picked`, which ascend and have tokens."""
+    Args:
+        rows: of the job.
+        picked: row numbers, ascending.
+        arena: their tokens, none of them empty; continuations included.
+        choices: for rows whose choices are scored.
+    """
     params = rows.params.take(picked)
-    counts = params.column(lambda one: one.n, np.int64)
-    return Wave(
-        arena=rows.arena.take(picked),
+    counts = params.column(lambda one: one.num_outputs, np.int64)
+    prompts, scored = split_last_tokens(arena, rows.score_from[picked].astype(np.int64))
+    wave = Wave(
+        arena=prompts,
         params=params,
         keys=rows.keys[picked],
-        scored=Scored.none(len(picked)),
+        scored=scored,
         group=rows.tenants[picked].astype(np.int64),
         row=picked,
+        choice=np.full(len(picked), -1),
         output_request=np.repeat(np.arange(len(picked)), counts),
         output_sample=count_up(counts),
     )
-
-
-def without_outputs(wave: Wave, done: Int64Array) -> Wave:
-    """The wave without the outputs that are there already.
-
-    Args:
-        wave: a wave.
-        done: int64, ascending, from `output_keys`.
-    """
-    keys = output_keys(wave.row[wave.output_request], wave.output_sample)
-    at = np.searchsorted(done, keys)
-    is_done = np.zeros(len(keys), np.bool_)
-    is_done[at < len(done)] = done[at[at < len(done)]] == keys[at < len(done)]
-    return wave.with_outputs(np.flatnonzero(~is_done))
+    return with_choices(wave, choices)

@@ -12,8 +12,8 @@ import numpy.typing as npt
 import pyarrow as pa
 
 from batchkv.errors import RowError
-from batchkv.ledger import Ledger
 from batchkv.records import Record
+from batchkv.sampling_params import RowParams
 from batchkv.sequence import SequenceTable
 from batchkv.stopping import cut
 from batchkv.wave import Wave
@@ -52,14 +52,25 @@ class Writer:
         wave: what is executed.
         sequences: of its plan.
         cached: int64 [outputs], prompt tokens that are not computed for each output.
+        job_params: of the job's rows, by row number.
         detokenize: decodes without special tokens, or gives None.
-        ledger: where the records go.
+        record: where the records go.
+        reject: where errors go, by row number.
     """
 
     def __init__(
-        self, wave: Wave, sequences: SequenceTable, cached: Int64Array, detokenize: Detokenize, ledger: Ledger
+        self,
+        wave: Wave,
+        sequences: SequenceTable,
+        cached: Int64Array,
+        job_params: RowParams,
+        detokenize: Detokenize,
+        record: Callable[[Sequence[Record]], None],
+        reject: Callable[[Mapping[int, RowError]], None],
     ) -> None:
-        self._wave, self._cached, self._detokenize, self._ledger = wave, cached, detokenize, ledger
+        self._wave, self._cached, self._job_params, self._detokenize = wave, cached, job_params, detokenize
+        self._write_records, self._reject = record, reject
+        self._scored_choices: dict[int, dict[int, tuple[int, Completion]]] = {}  # outputs by row and choice
         self._outputs = np.argsort(sequences.output_sequence, kind="stable")
         self._first = np.searchsorted(sequences.output_sequence[self._outputs], np.arange(len(sequences) + 1))
 
@@ -69,9 +80,12 @@ class Writer:
         texts = self._detokenize([completion.token_ids for _, completion in good]) if good else []
         records: list[Record] = []
         for (sequence, completion), text in zip(good, texts, strict=True):
-            records.extend(self._record(output, completion, text) for output in self._outputs_of(sequence))
-        self._ledger.append(records)
-        self._ledger.reject(
+            for output in self._outputs_of(sequence):
+                record = self._record(output, completion, text)
+                records.extend([record] if record is not None else [])
+        if records:
+            self._write_records(records)
+        self._reject(
             {
                 self._row(output): error
                 for sequence, error in ended
@@ -87,8 +101,11 @@ class Writer:
     def _row(self, output: int) -> int:
         return int(self._wave.row[self._wave.output_request[output]])
 
-    def _record(self, output: int, completion: Completion, text: str | None) -> Record:
+    def _record(self, output: int, completion: Completion, text: str | None) -> Record | None:
+        """Of an output; none as long as other choices of its row are missing."""
         request = int(self._wave.output_request[output])
+        if self._wave.choice[request] >= 0:
+            return self._record_of_choices(output, completion)
         params = self._wave.params[request]
         if text is not None and completion.stop_string is not None:
             text = cut(text, params.stop)
@@ -101,8 +118,40 @@ class Writer:
             logprobs=completion.logprobs if params.logprobs else None,
             num_prompt_tokens=int(self._wave.arena.lengths[request]),
             num_cached_tokens=int(self._cached[output]),
-            num_generated_tokens=len(completion.token_ids),
+            num_generated_tokens=0 if completion.is_greedy is not None else len(completion.token_ids),
+            is_greedy=None if completion.is_greedy is None else bool(completion.is_greedy.all()),
         )
+
+    def _record_of_choices(self, output: int, completion: Completion) -> Record | None:
+        """When all choices of a row have their scores: the likeliest one, the first of equals."""
+        request = int(self._wave.output_request[output])
+        row = int(self._wave.row[request])
+        params = self._job_params[row]
+        scored = self._scored_choices.setdefault(row, {})
+        scored[int(self._wave.choice[request])] = (output, completion)
+        if len(scored) < len(params.choices):
+            return None
+        del self._scored_choices[row]
+        in_order = [scored[i] for i in range(len(scored))]
+        totals = np.array([one.logprobs.sum(dtype=np.float64) for _, one in in_order])
+        best = int(totals.argmax())
+        prompt_tokens = int(self._wave.scored.score_from[request])
+        computed = sum(self._computed(place) for place, _ in in_order)
+        return Record(
+            row=row,
+            sample=0,
+            finish_reason="stop",
+            text=params.choices[best],
+            token_ids=in_order[best][1].token_ids,
+            logprobs=in_order[best][1].logprobs if params.logprobs else None,
+            num_prompt_tokens=prompt_tokens,
+            num_cached_tokens=max(prompt_tokens - computed, 0),
+            choice_logprobs=totals.astype(np.float32),
+        )
+
+    def _computed(self, output: int) -> int:
+        """Prompt tokens computed for an output."""
+        return int(self._wave.arena.lengths[self._wave.output_request[output]] - self._cached[output])
 
 
 def with_summary(schema: pa.Schema, summary: Mapping[str, Any]) -> pa.Schema:

@@ -29,13 +29,20 @@ PARAMETER_COLUMNS = (
     "json_schema",
 )
 PARAMETER_STRUCT = "sampling_params"
-# Columns of the job format that this version does not execute.
-UNSUPPORTED_COLUMNS = ("parent", "parent_sample", "depends_on")
 TENANT_COLUMN = "tenant"
+CONTINUATION_COLUMN = "continuation"
+DEPENDENCY_COLUMNS = ("parent", "parent_sample", "depends_on")
 JOB_COLUMNS = frozenset(
-    (ID_COLUMN, *PROMPT_COLUMNS, *PARAMETER_COLUMNS, PARAMETER_STRUCT, TENANT_COLUMN, *UNSUPPORTED_COLUMNS)
+    (
+        ID_COLUMN,
+        *PROMPT_COLUMNS,
+        *PARAMETER_COLUMNS,
+        PARAMETER_STRUCT,
+        TENANT_COLUMN,
+        CONTINUATION_COLUMN,
+        *DEPENDENCY_COLUMNS,
+    )
 )
-CONSUMED_COLUMNS = JOB_COLUMNS - frozenset(UNSUPPORTED_COLUMNS)
 RESULT_COLUMNS = (
     "id",
     "sample_index",

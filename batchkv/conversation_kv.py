@@ -1,0 +1,165 @@
+"""The KV cache of a batch of conversations: what stays in it from one generation to the next.
+
+What a row is said to have found in the cache must not depend on whether the job was interrupted in between. So there are
+two lists: what is kept, and what an uninterrupted run would have kept by now, which is told from the tokens alone. In a
+run that was not interrupted they are the same.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+from batchkv.carried import Carried, Keep, KeptSequence
+from batchkv.executor import Kept
+from batchkv.kv_cache import KVCache
+from batchkv.kv_layout import KVLayout
+from batchkv.memory_plan import shared_pool
+from batchkv.model_runner import ModelRunner
+from batchkv.planner import Limits, PlanOn, plan_on
+from batchkv.preparation import PreparedWave, outputs_left, prepare_wave, without_too_long
+from batchkv.token_arena import TokenIds
+from batchkv.wave import Int64Array, Wave
+
+NewRunner = Callable[[tuple[int, ...], int], ModelRunner]  # from pages of each group, and their size
+IsNeeded = Callable[[Int64Array, Int64Array], npt.NDArray[np.bool_]]  # of outputs, from their rows and samples
+
+
+class ConversationKV:
+    """The pool of a batch, all of the budget, and what is in it between waves.
+
+    Args:
+        layout: KV of the model.
+        limits: memory and batch limits.
+        new_runner: makes what holds the pages, when they are first needed.
+    """
+
+    def __init__(self, layout: KVLayout, limits: Limits, new_runner: NewRunner) -> None:
+        self._layout, self._limits, self._new_runner = layout, limits, new_runner
+        self._windowed = any(window is not None for window in layout.windows)
+        self._pool = np.array(shared_pool(layout, limits.page_size, limits.kv_bytes))
+        self.cache = KVCache(tuple(self._pool.tolist()), layout.windows, limits.page_size)
+        self._runner: ModelRunner | None = None
+        self._kept: list[KeptSequence] = []
+        self._expected: list[KeptSequence] = []
+
+    @property
+    def runner(self) -> ModelRunner:
+        """Holds the pages."""
+        if self._runner is None:
+            self._runner = self._new_runner(tuple(self._pool.tolist()), self._limits.page_size)
+        return self._runner
+
+    def release(self) -> None:
+        """Lets go of everything."""
+        self._forget()
+        if self._runner is not None:
+            self._runner.release()
+            self._runner = None
+
+    def prepare(self, whole: Wave, done: Int64Array, is_needed: IsNeeded) -> tuple[PreparedWave, PlanOn | None]:
+        """Plans a wave on what is kept.
+
+        Args:
+            whole: all outputs of its rows.
+            done: int64, ascending, those that are there already.
+            is_needed: whether later rows go on from an output.
+
+        Returns:
+            The wave, and what would be kept of the whole of it; None if it has no room in the pool beside anything else
+            and must be run in a pool of its own.
+        """
+        whole, errors = without_too_long(whole, self._layout, self._limits)
+        expected = self._planned(self._expected_carried, whole, is_needed, Keep.ALL)
+        if expected is not None:
+            left = outputs_left(whole, done)
+            wave = whole.with_outputs(left)
+            real = self._planned(lambda: Carried.of(self._kept, self.cache), wave, is_needed, expected.keep)
+            if real is not None:
+                cached = expected.plan.cached_tokens()[left]
+                return PreparedWave(wave, real.plan, real.arena, cached, errors), expected
+        self.release()
+        alone = prepare_wave(whole, done, self._layout, self._limits)
+        return PreparedWave(alone.wave, alone.plan, alone.arena, alone.cached, errors), None
+
+    def keep(self, prepared: PreparedWave, kept: Sequence[Kept], is_needed: IsNeeded) -> None:
+        """Takes over what a wave has left in the cache: of what nobody continues, only the prompt."""
+        wave, sequences = prepared.wave, prepared.plan.sequences
+        needed = np.zeros(len(sequences), np.bool_)
+        needed[sequences.output_sequence[self._needed(wave, is_needed)]] = True
+        for one in kept:
+            request = int(sequences.row[one.sequence])
+            prompt = int(wave.arena.lengths[request])
+            length = len(one.token_ids) if needed[one.sequence] else prompt
+            handle = one.handle
+            if length < self.cache.lengths(np.array([handle]))[0]:
+                if not self._windowed:
+                    self._kept.append(
+                        KeptSequence(self.cache.fork(handle, length), one.token_ids[:length], int(wave.group[request]))
+                    )
+                self.cache.free(handle)
+            else:
+                self._kept.append(KeptSequence(handle, one.token_ids, int(wave.group[request])))
+
+    def expect(self, whole: Wave, expected: PlanOn, outputs: Callable[[int, int], TokenIds | None]) -> None:
+        """Notes what an uninterrupted run would keep of a wave.
+
+        Args:
+            whole: all of it.
+            expected: its plan.
+            outputs: generated tokens of a row's sample that others continue; None of others.
+        """
+        keeps = expected.plan.costs.keeps
+        sequences = expected.plan.sequences
+        _, first = np.unique(sequences.output_sequence, return_index=True)
+        for sequence, output in enumerate(first.tolist()):
+            if not keeps[sequence]:
+                continue
+            request = int(whole.output_request[output])
+            generated = self._continued(whole, sequences.output_sequence, sequence, outputs)
+            if generated is None and self._windowed:
+                continue
+            prompt = whole.arena.row(request)
+            tokens = prompt if generated is None else np.concatenate([prompt, generated])[:-1]
+            self._expected.append(KeptSequence(-1, tokens.copy(), int(whole.group[request])))
+
+    def _continued(
+        self,
+        whole: Wave,
+        output_sequence: npt.NDArray[np.int32],
+        sequence: int,
+        outputs: Callable[[int, int], TokenIds | None],
+    ) -> TokenIds | None:
+        """The tokens of a sequence, if one of the outputs that it serves is continued."""
+        for output in np.flatnonzero(output_sequence == sequence).tolist():
+            row = int(whole.row[whole.output_request[output]])
+            found = outputs(row, int(whole.output_sample[output]))
+            if found is not None:
+                return found
+        return None
+
+    def _planned(
+        self, carried: Callable[[], Carried], wave: Wave, is_needed: IsNeeded, most: Keep
+    ) -> PlanOn | None:
+        """On what is kept; on nothing, if there is no room beside it."""
+        needed = self._needed(wave, is_needed)
+        plan = plan_on(carried(), wave, needed, self._layout, self._limits, most=most)
+        if plan is None:
+            self._forget()
+            plan = plan_on(carried(), wave, needed, self._layout, self._limits, most=most)
+        return plan
+
+    def _expected_carried(self) -> Carried:
+        return Carried.expected(self._expected, self._pool, self._limits.page_size)
+
+    def _needed(self, wave: Wave, is_needed: IsNeeded) -> npt.NDArray[np.bool_]:
+        return is_needed(wave.row[wave.output_request], wave.output_sample)
+
+    def _forget(self) -> None:
+        for one in self._kept:
+            self.cache.free(one.handle)
+        self._kept.clear()
+        self._expected.clear()
+
