@@ -168,7 +168,6 @@ class Scheduler:
         self._cache.trim(np.concatenate([part.handles for part in parts]))
         self._drawn[step.sampled] += 1
         self._place[step.sampled] = np.arange(len(step.sampled))
-        self._drawn[step.scored_sequences] = 1
         full = step.sampled[self._drawn[step.sampled] >= self._plan.sequences.max_new_tokens[step.sampled]]
         full = np.concatenate([full, step.scored_sequences])
         self._has_ended[full] = True
