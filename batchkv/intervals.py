@@ -95,7 +95,7 @@ def minima(values: IntArray, lo: IntArray, hi: IntArray) -> Int64Array:
     return least
 
 
-def count_up(counts: IntArray) -> Int64Array:
+def count_up(counts: Int64Array) -> Int64Array:
     """0, 1, ... up to each of `counts` in turn."""
     counted: Int64Array = np.arange(int(counts.sum())) - np.repeat(np.cumsum(counts) - counts, counts)
     return counted
