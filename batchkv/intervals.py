@@ -84,7 +84,8 @@ def minima(values: IntArray, lo: IntArray, hi: IntArray) -> Int64Array:
     """
     least: Int64Array = np.full(len(lo), NO_MINIMUM)
     of_runs: Int64Array = values.astype(np.int64)
-    first, width = lo.astype(np.int64), hi.astype(np.int64) - lo
+    first = lo.astype(np.int64)
+    width = hi.astype(np.int64) - first
     run = 1
     while run <= width.max(initial=0):
         at = np.flatnonzero((width >= run) & (width < 2 * run))
@@ -94,7 +95,7 @@ def minima(values: IntArray, lo: IntArray, hi: IntArray) -> Int64Array:
     return least
 
 
-def count_up(counts: IntArray) -> Int64Array:
+def count_up(counts: Int64Array) -> Int64Array:
     """0, 1, ... up to each of `counts` in turn."""
     counted: Int64Array = np.arange(int(counts.sum())) - np.repeat(np.cumsum(counts, dtype=np.int64) - counts, counts)
     return counted

@@ -198,9 +198,9 @@ def score(logits_LV: torch.Tensor, rows: npt.NDArray[np.int64], targets: npt.NDA
         weights_BNK = _weights(logits_BV, best_U[part], torch.ones_like(best_U[part]))
         log_mass_U[part] = weights_BNK.sum(-1).double().sum(-1).log()
     rows_M, which_M, targets_M = (to_device(a.astype(np.int64), device) for a in (rows, which, targets))
-    best_M = best_U[which_M]
-    logprobs_M = (logits_LV[rows_M, targets_M].float() - best_M - log_mass_U[which_M]).float()
-    return ScoredTokens(logprobs_M.masked_fill(~best_M.isfinite(), torch.nan), likeliest_U[which_M] == targets_M)
+    # where there is no distribution the weight of the greatest logit is NaN, and so is the mass
+    logprobs_M = logits_LV[rows_M, targets_M].float() - best_U[which_M] - log_mass_U[which_M]
+    return ScoredTokens(logprobs_M.float(), likeliest_U[which_M] == targets_M)
 
 
 class _Kind(IntEnum):

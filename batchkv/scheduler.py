@@ -175,7 +175,6 @@ class Scheduler:
         self._cache.trim(np.concatenate([part.handles for part in parts]))
         self._drawn[step.sampled] += 1
         self._place[step.sampled] = np.arange(len(step.sampled))
-        self._drawn[step.scored_sequences] = 1
         full = step.sampled[self._drawn[step.sampled] >= self._plan.sequences.max_new_tokens[step.sampled]]
         full = np.concatenate([full, step.scored_sequences])
         self._has_ended[full] = True
@@ -380,28 +379,21 @@ class Scheduler:
         attention = tuple(
             self._attention_batch(group, parts, handles, cu_seqlens, token) for group in range(len(self._windows))
         )
-        new_row = np.empty(len(order), np.int64)
-        new_row[order] = np.arange(len(order))
-        rows_before = np.cumsum([0] + [len(part.handles) for part in parts[:-1]])
-        sampled_row = np.concatenate([part.sampled_row + n for part, n in zip(parts, rows_before, strict=True)])
-        new_token = np.empty_like(token)
-        new_token[token] = np.arange(len(token))
-        tokens_before = np.cumsum([0] + [len(part.token_ids) for part in parts[:-1]])
-        scored_token = np.concatenate([part.scored_token + n for part, n in zip(parts, tokens_before, strict=True)])
-        sampled = np.concatenate([part.sampled for part in parts])
-        logits_tokens, logits = np.unique(
-            np.concatenate([cu_seqlens[1:][new_row[sampled_row]] - 1, new_token[scored_token]]), return_inverse=True
-        )
+        sampled_row = _joined([part.sampled_row for part in parts], [len(part.handles) for part in parts])
+        sampled_token = cu_seqlens[1:][_inverse(order)[sampled_row]] - 1
+        scored_token = _joined([part.scored_token for part in parts], [len(part.token_ids) for part in parts])
+        wanted = np.concatenate([sampled_token, _inverse(token)[scored_token]])
+        logits_tokens, logits = np.unique(wanted, return_inverse=True)
         return Step(
             token_ids=np.concatenate([part.token_ids for part in parts])[token],
             token_sources=np.concatenate([part.token_sources for part in parts])[token],
             positions=attention[0].query_positions,
             attention=attention,
             logits_tokens=logits_tokens,
-            sampled=sampled,
-            sampled_logits=logits[: len(sampled)],
+            sampled=np.concatenate([part.sampled for part in parts]),
+            sampled_logits=logits[: len(sampled_token)],
             scored=np.concatenate([part.scored for part in parts]),
-            scored_logits=logits[len(sampled) :],
+            scored_logits=logits[len(sampled_token) :],
             scored_sequences=np.concatenate([part.scored_sequences for part in parts]),
             prefill_tokens=prefill_tokens,
             recomputed_tokens=recomputed_tokens,
@@ -420,3 +412,16 @@ class Scheduler:
             slots=np.concatenate([part.appended.slots[group] for part in parts])[token],
             copies=in_few_rounds([part.appended.copies[group] for part in parts]),
         )
+
+
+def _inverse(order: Int64Array) -> Int64Array:
+    """int64: where each of the numbers 0, 1, ... stands in `order`."""
+    inverse = np.empty_like(order)
+    inverse[order] = np.arange(len(order))
+    return inverse
+
+
+def _joined(indices: list[Int64Array], lengths: list[int]) -> Int64Array:
+    """Indices into several arrays of these lengths, as indices into those arrays one after the other."""
+    before = np.cumsum([0, *lengths[:-1]])
+    return np.concatenate([part + n for part, n in zip(indices, before, strict=True)])

@@ -5,10 +5,10 @@ contexts, and continuations that begin alike, are computed once; the last one ta
 logits at a position score the token behind it: within a node that is the node's own next token, at its end the first
 token of each child and what was forced there.
 
-    context "the cat", continuations "sat down", "sat up"       entry     0        1         2         3
-                                                                node      1        2         2
-       1 [0, 2)  the cat                                        position  1        2         2
-       └── 2 [2, 3)  sat    forced: down, up                    target    sat      down      up
+    context "a b", continuations "c d e", "c d f", "c"     entry      0    1    2    3
+                                                           node       1    2    2    2
+       1 [0, 2)  a b     forced: c                         position   1    2    3    3
+       └── 2 [2, 4)  c d     forced: e, f                  target     c    d    e    f
 """
 
 from __future__ import annotations

@@ -83,7 +83,8 @@ def check(family: str, outcome: Outcome, order: list[int] | None = None) -> None
             continue
         assert completion.finish_reason == "length"
         assert completion.token_ids.tolist() == list(rows[i].continuation)
-        assert (completion.logprobs.dtype, completion.token_ids.dtype) == (np.float32, np.int32)
+        assert completion.logprobs.dtype == np.float32
+        assert completion.token_ids.dtype == np.int32
         np.testing.assert_allclose(completion.logprobs, expected[i][0], rtol=0, atol=1e-4)
         assert completion.is_greedy is not None
         assert completion.is_greedy.tolist() == expected[i][1].tolist()

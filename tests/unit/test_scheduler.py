@@ -622,6 +622,26 @@ def test_decode_and_prefill_share_a_step(overlap: bool) -> None:
 
 
 @in_both_modes
+@pytest.mark.parametrize("max_batch_tokens", [7, 64])
+def test_scores_follow_their_tokens_when_chunks_are_put_in_order(
+    max_batch_tokens: int, overlap: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Prompts that share nothing may be prefilled in any order, and stand in that of the trie nevertheless."""
+    admit = Scheduler._admit
+
+    def admit_and_turn_round(self: Scheduler) -> None:
+        admit(self)
+        self._prefills.reverse()
+
+    monkeypatch.setattr(Scheduler, "_admit", admit_and_turn_round)
+    prompts = tuple((i,) * (i + 3) for i in range(6))
+    scored = tuple((i + 1, 9) if i % 3 else None for i in range(6))
+    params = tuple(SCORING if row else SamplingParams(max_tokens=3) for row in scored)
+    run = drive(Case(prompts, params, LAYOUTS["full"], 1_000, 6, max_batch_tokens, scored=scored), overlap=overlap)
+    assert run.prefill_tokens == sum(map(len, prompts))
+
+
+@in_both_modes
 def test_a_job_without_rows_that_can_run_is_done_at_once(overlap: bool) -> None:
     case = Case((), (), LAYOUTS["full"], 100, 4, 4)
     assert drive(case, overlap=overlap).steps == 0

@@ -120,9 +120,11 @@ def test_twins_are_one_sequence_and_nobody_else_is(rows: list[Row]) -> None:
 
 def test_a_picture() -> None:
     """That of the module."""
-    table, trie, _, _ = table_of([((0, 1, 2, 3), 2), ((0, 1, 2, 4), 2)])
-    assert (trie.start.tolist(), trie.end.tolist()) == ([0, 0], [0, 3])  # the only prompt is one node
-    assert (table.position.tolist(), table.target.tolist()) == ([1, 2, 2], [2, 3, 4])
+    a, b, c, d, e, f = range(6)
+    table, trie, _, _ = table_of([((a, b, c, d, e), 2), ((a, b, c, d, f), 2), ((a, b, c), 2)])
+    assert (trie.start.tolist(), trie.end.tolist()) == ([0, 0, 2], [0, 2, 4])
+    assert table.first.tolist() == [0, 0, 1, 4]
+    assert (table.position.tolist(), table.target.tolist()) == ([1, 2, 3, 3], [c, d, e, f])
 
 
 def test_a_token_that_is_forced_and_begins_a_child_is_scored_once() -> None:
