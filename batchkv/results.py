@@ -74,7 +74,7 @@ def result_blocks(
         row = found.column("row").to_numpy() - first
         _check_complete(found, row, wanted[first : first + block.num_rows], first)
         ids, _, _ = read_ids(block, first, rows.id_kind)
-        carried = conformed(carried_columns(block), rows.carried, block.num_rows)
+        carried = conformed(carried_columns(block), rows.carried, block.num_rows, block.where)
         columns: dict[str, Any] = {
             "id": ids.cast(schema.field("id").type).take(pa.array(row)),
             "sample_index": found.column("sample"),

@@ -24,10 +24,10 @@ from batchkv.constraints import ConstraintChecks
 from batchkv.deferred import DeferredPrompts
 from batchkv.dependencies import Dependencies, find_dependencies
 from batchkv.errors import RowError, UserError
-from batchkv.io.carried import CarriedSchema
+from batchkv.io.carried import CarriedSchema, conformed
 from batchkv.io.dependencies import References
 from batchkv.io.read import JobSource
-from batchkv.job import IdKind, Job, check_columns, check_rows, read_ids
+from batchkv.job import IdKind, Job, carried_columns, check_columns, check_rows, read_ids
 from batchkv.metrics import RunMetrics
 from batchkv.progress import OnProgress, no_progress
 from batchkv.random_numbers import row_key
@@ -148,6 +148,9 @@ def _take_in(intake: _Intake, source: JobSource, limit: int | None, on_progress:
         on_progress("tokenize", intake.num_rows, 0)
     check_columns(intake.columns)
     rows = intake.finish()
+    if intake.carried.is_mixed:  # before hours of work
+        for block in source.blocks(limit):
+            conformed(carried_columns(block), rows.carried, block.num_rows, block.where)
     twins = _rows_with_taken_ids(intake, source, limit)
     intake.reject(
         {

@@ -30,10 +30,10 @@ import pyarrow.parquet as pq
 from batchkv.config import EngineConfig
 from batchkv.io.read import open_jobs
 from batchkv.job import check_rows
+from batchkv.job_plan import PlanTotals
 from batchkv.kv_layout import KVLayout, LayerSpec
 from batchkv.metrics import RunMetrics
 from batchkv.model_loader import load_tokenizer, resolve_model
-from batchkv.planner import Limits
 from batchkv.preparation import ModelFacts, prepare_wave
 from batchkv.rows import take_in
 from batchkv.sampling_params import SamplingParams
@@ -59,6 +59,7 @@ class Cost:
     """Of planning one job: seconds by the clock and of the CPU; `peak_bytes` is how much the process grew at most."""
 
     rows: int
+    waves: int
     nodes: int
     prefill_tokens: int
     read_s: float
@@ -108,19 +109,25 @@ def write_forest(path: Path, rows: int, seed: int) -> None:
 def plan_file(path: Path) -> Cost:
     """What `batchkv plan` does with a job file."""
     before = psutil.Process().memory_info().rss
-    started, cpu_started = perf_counter(), process_time()
-    job = read_job(path, SamplingParams())
-    read_s = perf_counter() - started
-    metrics = RunMetrics()
-    config = EngineConfig()
-    plan = prepare(job, None, FACTS, config, kv_bytes=2 << 30, device_type="cpu", metrics=metrics).plan
+    cpu_started = process_time()
+    metrics, totals = RunMetrics(), PlanTotals()
+    limits = FACTS.plan_limits(EngineConfig(), kv_bytes=2 << 30, device_type="cpu")
+    with tempfile.TemporaryFile() as tokens:
+        rows = take_in(
+            open_jobs(path), SamplingParams(), None, FACTS.prompt_limits, tokens, lambda errors: None, metrics
+        )
+        started = perf_counter()
+        for wave in waves(rows):
+            totals = totals.plus(prepare_wave(wave, NOTHING, FACTS.layout, limits).plan)
+        plan_s = perf_counter() - started
     return Cost(
-        rows=plan.rows,
-        nodes=plan.trie.num_nodes,
-        prefill_tokens=plan.prefill_tokens,
-        read_s=read_s,
+        rows=rows.num_rows,
+        waves=totals.waves,
+        nodes=totals.nodes,
+        prefill_tokens=totals.prefill_tokens,
+        read_s=metrics.read_s,
         check_s=metrics.tokenize_s,
-        plan_s=metrics.plan_s,
+        plan_s=plan_s,
         cpu_s=process_time() - cpu_started,
         peak_bytes=peak_bytes() - before,
     )
@@ -158,14 +165,14 @@ def tokenize_rates(count: int, seed: int) -> list[Rate]:
     rates = []
     for start in range(0, count, TEXTS_AT_ONCE):
         part = texts[start : start + TEXTS_AT_ONCE]
-        job = read_job(pa.table({"prompt": part}), SamplingParams())
+        jobs = [check_rows(block, SamplingParams()) for block in open_jobs(pa.table({"prompt": part})).blocks()]
         clock, cpu = perf_counter(), process_time()
         alone = tokenizer.backend_tokenizer.encode_batch(part)
         alone_s, alone_cpu_s = perf_counter() - clock, process_time() - cpu
         del alone
         clock, cpu = perf_counter(), process_time()
-        arena, _ = tokenize(job, tokenizer)
-        rates.append(Rate(len(arena.tokens), alone_s, perf_counter() - clock, alone_cpu_s, process_time() - cpu))
+        tokens = sum(len(tokenize(job, tokenizer)[0].tokens) for job in jobs)
+        rates.append(Rate(tokens, alone_s, perf_counter() - clock, alone_cpu_s, process_time() - cpu))
     return rates
 
 
@@ -188,7 +195,19 @@ def main() -> None:
 
 def print_costs(sizes: list[int], seed: int) -> None:
     """Peak memory is a multiple of the tokens' own; the last column is by the clock and of the CPU."""
-    titles = ("rows", "nodes", "prefill tokens", "read s", "check s", "plan s", "all s", "CPU s", "peak", "10x rows")
+    titles = (
+        "rows",
+        "waves",
+        "nodes",
+        "prefill tokens",
+        "read s",
+        "check s",
+        "plan s",
+        "all s",
+        "CPU s",
+        "peak",
+        "10x rows",
+    )
     print(f"| {' | '.join(titles)} |\n|{'---|' * len(titles)}")
     before: Cost | None = None
     for rows in sorted(sizes):
@@ -196,7 +215,7 @@ def print_costs(sizes: list[int], seed: int) -> None:
             path = Path(folder) / "jobs.parquet"
             in_own_process(write_forest, path, rows, seed)
             cost = in_own_process(plan_file, path)
-        counts = (f"{count:,}" for count in (cost.rows, cost.nodes, cost.prefill_tokens))
+        counts = (f"{count:,}" for count in (cost.rows, cost.waves, cost.nodes, cost.prefill_tokens))
         seconds = (f"{s:.2f}" for s in (cost.read_s, cost.check_s, cost.plan_s, cost.seconds, cost.cpu_s))
         peak = f"{cost.peak_bytes / cost.token_bytes:.2f}"
         print(f"| {' | '.join((*counts, *seconds, peak, tenfold(before, cost)))} |", flush=True)

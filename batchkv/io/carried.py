@@ -12,6 +12,7 @@ class CarriedSchema:
 
     def __init__(self) -> None:
         self.schema = pa.schema([])
+        self.is_mixed = False  # whether some columns came with several types
         self._where: dict[str, tuple[pa.DataType, str]] = {}  # where each column was first seen with values
 
     def add(self, schema: pa.Schema, where: str) -> None:
@@ -31,6 +32,7 @@ class CarriedSchema:
         seen = self._where.setdefault(field.name, (field.type, where))
         if pa.types.is_null(seen[0]):
             self._where[field.name] = (field.type, where)
+        self.is_mixed |= not pa.types.is_null(seen[0]) and seen[0] != field.type
         try:
             self.schema = pa.unify_schemas(
                 [self.schema, pa.schema([field.with_nullable(True)])], promote_options="permissive"
@@ -42,12 +44,20 @@ class CarriedSchema:
             ) from None
 
 
-def conformed(table: pa.Table, schema: pa.Schema, num_rows: int) -> pa.Table:
-    """The columns of a block of `num_rows` rows with the types of all blocks, null where the block lacks one."""
-    columns = [
-        table.column(field.name).cast(field.type)
-        if field.name in table.column_names
-        else pa.chunked_array([pa.nulls(num_rows, field.type)])
-        for field in schema
-    ]
+def conformed(table: pa.Table, schema: pa.Schema, num_rows: int, where: str) -> pa.Table:
+    """The columns of a block of `num_rows` rows with the types of all blocks, null where the block lacks one.
+
+    Raises:
+        UserError: a value does not fit the type, as a large integer among floats; the block begins at `where`.
+    """
+    columns = {field.name: pa.chunked_array([pa.nulls(num_rows, field.type)]) for field in schema}
+    for name, column in zip(table.column_names, table.columns, strict=True):
+        dtype = schema.field(name).type
+        try:
+            columns[name] = column.cast(dtype)
+        except pa.ArrowException as error:
+            raise UserError(
+                f"{where}: column {name!r} is {dtype} elsewhere, which some values here do not fit "
+                f"({str(error).splitlines()[0]}): give it one type, for example make all of it strings"
+            ) from None
     return pa.table(columns, schema=schema)

@@ -308,13 +308,30 @@ class TestCarriedSchema:
     def test_a_block_takes_the_types_of_all_and_is_null_where_it_lacks_a_column(self) -> None:
         blocks = [pa.table({"x": [1, 2]}), pa.table({"y": ["a"], "x": [0.5]}), pa.table({"x": [None]})]
         schema = self.schema_of(*blocks)
-        joined = pa.concat_tables([conformed(block, schema, block.num_rows) for block in blocks])
+        joined = pa.concat_tables([conformed(block, schema, block.num_rows, "here") for block in blocks])
         assert joined.schema == schema
         assert joined.to_pydict() == {"x": [1.0, 2.0, 0.5, None], "y": [None, None, "a", None]}
 
+    def test_only_columns_of_several_types_are_mixed(self) -> None:
+        def is_mixed(*tables: pa.Table) -> bool:
+            carried = CarriedSchema()
+            for table in tables:
+                carried.add(table.schema, "block")
+            return carried.is_mixed
+
+        nothing, integers, floats = pa.table({"x": [None]}), pa.table({"x": [1]}), pa.table({"x": [1.5]})
+        assert not is_mixed(nothing, integers, pa.table({"y": [1.5]}), nothing, integers)
+        assert is_mixed(integers, floats)
+        assert is_mixed(nothing, floats, integers)
+
+    def test_a_value_that_does_not_fit_the_type_of_all_is_a_user_error(self) -> None:
+        block = pa.table({"x": [2**60 + 1]})
+        with pytest.raises(UserError, match=r"block 3: column 'x' is double elsewhere.*1152921504606846977.*strings"):
+            conformed(block, pa.schema({"x": pa.float64()}), 1, "block 3")
+
     def test_a_block_without_any_column_has_its_rows(self) -> None:
-        assert conformed(pa.table({}), pa.schema({"x": pa.int64()}), 2).to_pydict() == {"x": [None, None]}
-        assert conformed(pa.table({}), pa.schema([]), 2).num_columns == 0
+        assert conformed(pa.table({}), pa.schema({"x": pa.int64()}), 2, "here").to_pydict() == {"x": [None, None]}
+        assert conformed(pa.table({}), pa.schema([]), 2, "here").num_columns == 0
 
 
 class TestFingerprint:

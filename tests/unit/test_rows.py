@@ -12,6 +12,7 @@ from typing import IO, Any
 import numpy as np
 import polars as pl
 import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -271,6 +272,14 @@ def test_carried_columns_have_one_schema_over_all_blocks(tmp_path: Path) -> None
     path.write_text('{"prompt_token_ids": [1], "x": 1}\n{"prompt_token_ids": [1], "x": "a"}\n')
     with pytest.raises(UserError, match=r"'x' has conflicting types, int64 in .*line 1 and string in .*line 2"):
         take(path, block_rows=1)
+
+
+def test_an_integer_too_large_for_the_floats_of_another_file_is_found_before_any_work(tmp_path: Path) -> None:
+    tables = [{"x": [2**60 + 1]}, {"x": [1.5]}]
+    for number, columns in enumerate(tables):
+        pq.write_table(pa.table({"prompt_token_ids": [[1]], **columns}), tmp_path / f"{number}.parquet")
+    with pytest.raises(UserError, match=r"0\.parquet row 0: column 'x' is double elsewhere"):
+        take(tmp_path / "*.parquet")
 
 
 def test_progress_counts_rows_and_times_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
