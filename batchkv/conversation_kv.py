@@ -1,19 +1,21 @@
 """The KV cache of a batch of conversations: what stays in it from one generation to the next.
 
-What a row is said to have found in the cache must not depend on whether the job was interrupted in between. So there are
-two lists: what is kept, and what an uninterrupted run would have kept by now, which is told from the tokens alone. In a
+What a row is said to have found in the cache must not depend on whether the job was interrupted in between. So there
+are two lists: what is kept, and what an uninterrupted run would have kept by now, which is told from the tokens alone. In a
 run that was not interrupted they are the same.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 
 import numpy as np
 import numpy.typing as npt
 
 from batchkv.carried import Carried, Keep, KeptSequence
 from batchkv.executor import Kept
+from batchkv.job_plan import Plan
 from batchkv.kv_cache import KVCache
 from batchkv.kv_layout import KVLayout
 from batchkv.memory_plan import shared_pool
@@ -25,6 +27,14 @@ from batchkv.wave import Int64Array, Wave
 
 NewRunner = Callable[[tuple[int, ...], int], ModelRunner]  # from pages of each group, and their size
 IsNeeded = Callable[[Int64Array, Int64Array], npt.NDArray[np.bool_]]  # of outputs, from their rows and samples
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Expected:
+    """A wave as an uninterrupted run has it: all of its outputs, and the plan."""
+
+    wave: Wave
+    plan: Plan
 
 
 class ConversationKV:
@@ -59,7 +69,7 @@ class ConversationKV:
             self._runner.release()
             self._runner = None
 
-    def prepare(self, whole: Wave, done: Int64Array, is_needed: IsNeeded) -> tuple[PreparedWave, PlanOn | None]:
+    def prepare(self, whole: Wave, done: Int64Array, is_needed: IsNeeded) -> tuple[PreparedWave, Expected | None]:
         """Plans a wave on what is kept.
 
         Args:
@@ -68,8 +78,8 @@ class ConversationKV:
             is_needed: whether later rows go on from an output.
 
         Returns:
-            The wave, and what would be kept of the whole of it; None if it has no room in the pool beside anything else
-            and must be run in a pool of its own.
+            The wave, and what an uninterrupted run would do; None if the wave has no room in the pool and must be run
+            in a pool of its own.
         """
         whole, errors = without_too_long(whole, self._layout, self._limits)
         expected = self._planned(self._expected_carried, whole, is_needed, Keep.ALL)
@@ -79,10 +89,10 @@ class ConversationKV:
             real = self._planned(lambda: Carried.of(self._kept, self.cache), wave, is_needed, expected.keep)
             if real is not None:
                 cached = expected.plan.cached_tokens()[left]
-                return PreparedWave(wave, real.plan, real.arena, cached, errors), expected
+                return PreparedWave(wave, real.plan, real.arena, cached, errors), Expected(whole, expected.plan)
         self.release()
         alone = prepare_wave(whole, done, self._layout, self._limits)
-        return PreparedWave(alone.wave, alone.plan, alone.arena, alone.cached, errors), None
+        return replace(alone, errors=errors), None
 
     def keep(self, prepared: PreparedWave, kept: Sequence[Kept], is_needed: IsNeeded) -> None:
         """Takes over what a wave has left in the cache: of what nobody continues, only the prompt."""
@@ -103,16 +113,14 @@ class ConversationKV:
             else:
                 self._kept.append(KeptSequence(handle, one.token_ids, int(wave.group[request])))
 
-    def expect(self, whole: Wave, expected: PlanOn, outputs: Callable[[int, int], TokenIds | None]) -> None:
+    def expect(self, expected: Expected, outputs: Callable[[int, int], TokenIds | None]) -> None:
         """Notes what an uninterrupted run would keep of a wave.
 
         Args:
-            whole: all of it.
-            expected: its plan.
+            expected: the whole of it.
             outputs: generated tokens of a row's sample that others continue; None of others.
         """
-        keeps = expected.plan.costs.keeps
-        sequences = expected.plan.sequences
+        whole, sequences, keeps = expected.wave, expected.plan.sequences, expected.plan.costs.keeps
         _, first = np.unique(sequences.output_sequence, return_index=True)
         for sequence, output in enumerate(first.tolist()):
             if not keeps[sequence]:
@@ -140,9 +148,7 @@ class ConversationKV:
                 return found
         return None
 
-    def _planned(
-        self, carried: Callable[[], Carried], wave: Wave, is_needed: IsNeeded, most: Keep
-    ) -> PlanOn | None:
+    def _planned(self, carried: Callable[[], Carried], wave: Wave, is_needed: IsNeeded, most: Keep) -> PlanOn | None:
         """On what is kept; on nothing, if there is no room beside it."""
         needed = self._needed(wave, is_needed)
         plan = plan_on(carried(), wave, needed, self._layout, self._limits, most=most)
@@ -162,4 +168,3 @@ class ConversationKV:
             self.cache.free(one.handle)
         self._kept.clear()
         self._expected.clear()
-

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import asdict, replace
-from tempfile import TemporaryFile
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
 from time import perf_counter
-from typing import IO, Any
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -23,15 +23,17 @@ from batchkv.config import DEFAULT_MODEL, EngineConfig, parse_memory_size
 from batchkv.constraints import ConstraintChecks, Grammars
 from batchkv.endings import Endings
 from batchkv.errors import UserError
-from batchkv.executor import Executor, OnEnded, Progress
+from batchkv.executor import Executor, Kept, OnEnded, Progress
 from batchkv.fingerprint import model_fingerprint, tokenizer_fingerprint
 from batchkv.io.read import Jobs, JobSource, open_jobs
-from batchkv.job_plan import JobPlan, PlanTotals
+from batchkv.job_plan import JobPlan
+from batchkv.job_run import JobRun
 from batchkv.kernels.attention import AttentionBackend
 from batchkv.kernels.native_cpu import is_covered
 from batchkv.kernels.quantization import scale_bytes, storage_dtype
 from batchkv.kernels.selection import select_attention
 from batchkv.kernels.torch_cpu import TorchAttention
+from batchkv.kv_cache import KVCache
 from batchkv.kv_layout import KVLayout
 from batchkv.ledger import Ledger
 from batchkv.manifest import Manifest
@@ -52,10 +54,10 @@ from batchkv.packed_linear import is_packed, pack_linears
 from batchkv.parity_probe import check_parity
 from batchkv.plan_job import plan_job
 from batchkv.planner import Limits
-from batchkv.preparation import ModelFacts, PreparedWave, prepare_wave
+from batchkv.preparation import ModelFacts, PreparedWave
 from batchkv.progress import OnProgress, no_progress
 from batchkv.random_numbers import stream_keys
-from batchkv.records import RecordsInMemory
+from batchkv.records import Record, RecordsInMemory
 from batchkv.results import in_order, result_blocks, result_schema
 from batchkv.rows import Rows, take_in
 from batchkv.run_folder import RunFolder
@@ -64,8 +66,8 @@ from batchkv.sampler import SamplingBatch
 from batchkv.sampling_params import SamplingParams
 from batchkv.stopping import end_token_ids as find_end_token_ids
 from batchkv.summary import FinishedRun
-from batchkv.waves import waves
-from batchkv.writer import Writer, with_summary
+from batchkv.wave import Int64Array
+from batchkv.writer import with_summary
 
 OnStart = Callable[[int], Progress]  # with the number of outputs to be computed
 
@@ -127,16 +129,14 @@ class Engine:
 
     def plan(self, jobs: Jobs, sampling: SamplingParams | None = None, *, limit: int | None = None) -> JobPlan:
         """What `run` would do."""
-        with TemporaryFile() as tokens:
-            return plan_job(
-                open_jobs(jobs),
-                sampling or SamplingParams(),
-                self.tokenizer,
-                self._facts,
-                self.limits(),
-                tokens,
-                limit=limit,
-            )
+        return plan_job(
+            open_jobs(jobs),
+            sampling or SamplingParams(),
+            self.tokenizer,
+            self._facts,
+            self.limits(),
+            limit=limit,
+        )
 
     def run(
         self,
@@ -164,17 +164,17 @@ class Engine:
             UserError: the job as a whole is unusable. What is wrong with single rows stands in their result.
         """
         source, records = open_jobs(jobs), RecordsInMemory()
-        with TemporaryFile() as tokens:
-            run = self._execute(
-                source,
-                sampling or SamplingParams(),
-                Ledger(records),
-                tokens,
-                limit,
-                on_start,
-                on_progress,
-                Snapshots(no_event, None),
-            )
+        run = self._execute(
+            source,
+            sampling or SamplingParams(),
+            Ledger(records),
+            None,
+            lambda rows: [],
+            limit,
+            on_start,
+            on_progress,
+            Snapshots(no_event, None),
+        )
         blocks = result_blocks(source, run.rows, in_order(records.batches(), run.rows.num_rows, None), limit=limit)
         with run.metrics.timed("write"):
             table = pa.concat_tables(blocks)
@@ -208,14 +208,15 @@ class Engine:
         manifest = self._manifest(source, sampling, limit)
         if (published := folder.begin(manifest)) is not None:
             return published
-        with folder.records() as records, folder.token_file() as tokens:
+        with folder.records() as records:
             ledger = Ledger(records, *folder.done())
             on_event("started", {"batchkv": __version__, "model": self.config.model, "resumed": len(ledger.done)})
             run = self._execute(
                 source,
                 sampling,
                 ledger,
-                tokens,
+                folder.path,
+                folder.records_of,
                 limit,
                 on_start,
                 on_progress,
@@ -236,7 +237,8 @@ class Engine:
         source: JobSource,
         sampling: SamplingParams,
         ledger: Ledger,
-        tokens: IO[bytes],
+        scratch: Path | None,
+        earlier: Callable[[Int64Array], Sequence[Record]],
         limit: int | None,
         on_start: OnStart | None,
         on_progress: OnProgress,
@@ -254,7 +256,7 @@ class Engine:
             sampling,
             self.tokenizer,
             self._facts.prompt_limits,
-            tokens,
+            scratch,
             constraints,
             ledger.reject,
             metrics,
@@ -270,34 +272,63 @@ class Engine:
             snapshots.after_step(metrics, ledger.num_samples, ledger.num_errors)
 
         on_progress("plan", 0, 0)
-        totals = PlanTotals()
-        for whole in waves(rows):
-            with metrics.timed("plan"):
-                prepared = prepare_wave(whole, ledger.done, self.layout, self.limits())
-            ledger.reject(prepared.errors)
-            totals = totals.plus(prepared.plan)
-            on_event("wave", prepared.plan.numbers())
-            writer = Writer(prepared.wave, prepared.plan.sequences, prepared.cached, self._detokenize, ledger)
-            self.execute_wave(prepared, writer.write, metrics, progress, constraints.grammars)
+        run = JobRun(
+            rows=rows,
+            ledger=ledger,
+            facts=self._facts,
+            limits=self.limits(),
+            tokenizer=self.tokenizer,
+            detokenize=self._detokenize,
+            metrics=metrics,
+            on_event=on_event,
+        )
+        totals = run.run(_Machine(self, metrics, progress, constraints), earlier)
         metrics.elapsed_s = metrics.load_s + perf_counter() - started
         return FinishedRun(rows, ledger, totals, metrics, self._how(metrics))
 
-    def execute_wave(
+    def new_runner(self, pool_pages: tuple[int, ...], page_size: int) -> ModelRunner:
+        """The model with a KV pool."""
+        with _launching_on(self.device), paged_attention_of(self.model):
+            return ModelRunner(
+                self.model,
+                self.layout,
+                self._kv_dtype,
+                self._backend,
+                pool_pages,
+                page_size,
+                self._row_multiple or ROW_MULTIPLE,
+                graph_rows=self.config.max_batch_rows if self._backend.is_asynchronous else 0,
+            )
+
+    def execute(
         self,
         prepared: PreparedWave,
+        runner: ModelRunner,
+        cache: KVCache | None,
         on_ended: OnEnded,
         metrics: RunMetrics,
         progress: Progress = _no_progress,
         grammars: Grammars | None = None,
-    ) -> None:
-        """Computes all outputs of a wave; `on_ended` gets them as they end."""
-        if not prepared.wave.num_outputs:
-            return
+    ) -> list[Kept]:
+        """Computes all outputs of a wave.
+
+        Args:
+            prepared: the wave.
+            runner: has the pool that it is planned for.
+            cache: what the plan goes on from; None if the pool is the wave's alone.
+            on_ended: gets the outputs as they end.
+            metrics: counts and times are added here.
+            progress: called after every step.
+            grammars: of all constraints in the wave.
+
+        Returns:
+            What stays in the cache.
+        """
         with _launching_on(self.device), paged_attention_of(self.model):
             with metrics.timed("plan"):
-                executor = self._executor(prepared, on_ended, metrics, progress, grammars)
+                executor = self._executor(prepared, runner, cache, on_ended, metrics, progress, grammars)
             try:
-                executor.run()
+                return executor.run()
             except torch.OutOfMemoryError as error:
                 raise UserError(
                     f"{self.device} is out of memory in a forward pass: use less --kv-memory or --max-batch-tokens"
@@ -335,27 +366,18 @@ class Engine:
     def _executor(
         self,
         prepared: PreparedWave,
+        runner: ModelRunner,
+        cache: KVCache | None,
         on_ended: OnEnded,
         metrics: RunMetrics,
         progress: Progress,
         grammars: Grammars | None,
     ) -> Executor:
-        plan, wave = prepared.plan, prepared.wave
-        sequences = plan.sequences
+        wave, sequences = prepared.wave, prepared.plan.sequences
         params = [wave.params[request] for request in sequences.row.tolist()]
-        runner = ModelRunner(
-            self.model,
-            self.layout,
-            self._kv_dtype,
-            self._backend,
-            plan.memory.pool_pages,
-            plan.memory.page_size,
-            self._row_multiple or ROW_MULTIPLE,
-            graph_rows=self.config.max_batch_rows if self._backend.is_asynchronous else 0,
-        )
         return Executor(
-            plan,
-            wave.arena,
+            prepared.plan,
+            prepared.arena,
             self.layout,
             runner,
             SamplingBatch.from_params(params, stream_keys(wave.keys[sequences.row], sequences.sample)),
@@ -366,6 +388,7 @@ class Engine:
             metrics=metrics,
             on_ended=on_ended,
             progress=progress,
+            cache=cache,
             matchers=Matchers(grammars, params) if grammars else None,
         )
 
@@ -385,6 +408,25 @@ class Engine:
             return [None] * len(samples)
         token_ids = [sample.tolist() for sample in samples]
         return list(self.tokenizer.batch_decode(token_ids, skip_special_tokens=True))
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Machine:
+    """An engine for one run."""
+
+    engine: Engine
+    metrics: RunMetrics
+    progress: Progress
+    constraints: ConstraintChecks
+
+    def new_runner(self, pool_pages: tuple[int, ...], page_size: int) -> ModelRunner:
+        return self.engine.new_runner(pool_pages, page_size)
+
+    def execute(
+        self, prepared: PreparedWave, runner: ModelRunner, cache: KVCache | None, on_ended: OnEnded
+    ) -> list[Kept]:
+        grammars = self.constraints.grammars
+        return self.engine.execute(prepared, runner, cache, on_ended, self.metrics, self.progress, grammars)
 
 
 def _launching_on(device: torch.device) -> AbstractContextManager[Any]:
@@ -471,17 +513,15 @@ def plan(
     dtype = resolve_dtype(engine_config.dtype, checkpoint_dtype(model_config), device)
     facts = _facts(model_config, storage_dtype(engine_config.kv_dtype, dtype))
     kv_bytes = kv_budget_bytes(engine_config, device)
-    with TemporaryFile() as tokens:
-        return plan_job(
-            open_jobs(jobs),
-            sampling or SamplingParams(),
-            _tokenizer(model, tokenizer),
-            facts,
-            facts.plan_limits(engine_config, kv_bytes=kv_bytes, device_type=device.type),
-            tokens,
-            limit=limit,
-            on_progress=on_progress,
-        )
+    return plan_job(
+        open_jobs(jobs),
+        sampling or SamplingParams(),
+        _tokenizer(model, tokenizer),
+        facts,
+        facts.plan_limits(engine_config, kv_bytes=kv_bytes, device_type=device.type),
+        limit=limit,
+        on_progress=on_progress,
+    )
 
 
 def _facts(config: PretrainedConfig, kv_dtype: torch.dtype) -> ModelFacts:

@@ -134,6 +134,9 @@ class LaterRows:
         self._renderer = TemplateRenderer()
         self._turns = None if tokenizer is None else TurnTokenizer(tokenizer)
         self._continued = frozenset(dependencies.parents.values())
+        self._continued_samples = frozenset(
+            (parent, dependencies.parent_samples[row]) for row, parent in dependencies.parents.items()
+        )
 
     def __enter__(self) -> LaterRows:
         return self
@@ -160,8 +163,15 @@ class LaterRows:
 
     def needed(self, rows: Int64Array, samples: Int64Array) -> npt.NDArray[np.bool_]:
         """bool [outputs]: whether a row continues that sample of that row."""
-        pairs = {(parent, self._dependencies.parent_samples[row]) for row, parent in self._dependencies.parents.items()}
-        return np.array([pair in pairs for pair in zip(rows.tolist(), samples.tolist(), strict=True)], np.bool_)
+        pairs = zip(rows.tolist(), samples.tolist(), strict=True)
+        return np.array([pair in self._continued_samples for pair in pairs], np.bool_)
+
+    def continued_output(self, row: int, sample: int) -> TokenIds | None:
+        """The tokens of a sample that another row continues."""
+        if (row, sample) not in self._continued_samples:
+            return None
+        found = self._outputs.get(row, {}).get(sample)
+        return None if found is None else found.token_ids
 
     def prompts(self, picked: Int64Array) -> tuple[TokenArena, dict[int, RowError]]:
         """Token ids of rows that waited, none where a row has an error; and those errors, by row number."""

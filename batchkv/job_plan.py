@@ -187,12 +187,14 @@ class JobPlan:
     Attributes:
         rows: rows of the job, those with errors included.
         errors: rows that cannot run.
-        totals: of all waves.
+        generations: rows that wait for nobody, rows that wait for these, and so on.
+        totals: of the rows that wait for nobody; what the others are like depends on what these give.
         first: the first wave's plan, whose trie is drawn; it is the whole job's if there is one wave.
     """
 
     rows: int
     errors: int
+    generations: tuple[int, ...]
     totals: PlanTotals
     first: Plan
 
@@ -202,6 +204,7 @@ class JobPlan:
         return {
             "rows": self.rows,
             "errors": self.errors,
+            "generations": list(self.generations),
             "waves": totals.waves,
             "sequences": totals.sequences,
             "prompt_tokens": totals.prompt_tokens,
@@ -240,6 +243,9 @@ class JobPlan:
             f"pages of {totals.page_size}",
             f"in flight {window:,} sequences fit at any point",
         ]
+        if len(self.generations) > 1:
+            counts = ", then ".join(f"{count:,}" for count in self.generations)
+            lines.append(f"waiting   {counts} rows, each generation for those before; all above is of the first")
         if totals.waves > 1:
             lines.append(f"waves     {totals.waves:,}, planned one after the other; the first:")
         return lines

@@ -1,5 +1,4 @@
-"""The run of a job: batch by batch, in a batch generation by generation, each of them a wave that is planned and executed.
-"""
+"""The run of a job: batch by batch, in each batch generation by generation: waves that are planned and executed."""
 
 from __future__ import annotations
 
@@ -26,7 +25,7 @@ from batchkv.preparation import ModelFacts, PreparedWave, prepare_wave
 from batchkv.records import Record
 from batchkv.rows import Rows
 from batchkv.run_log import OnEvent
-from batchkv.token_arena import TokenArena, TokenIds
+from batchkv.token_arena import TokenArena
 from batchkv.turns import DecodingTokenizer
 from batchkv.wave import Int64Array
 from batchkv.waves import wave_of
@@ -108,9 +107,7 @@ class _BatchRun:
     def __init__(self, job: JobRun, machine: Machine, choices: ChoiceTokens, later: LaterRows | None) -> None:
         self._job, self._machine, self._choices, self._later = job, machine, choices, later
 
-    def run(
-        self, batch: Batch, earlier: Callable[[Int64Array], Sequence[Record]], totals: PlanTotals
-    ) -> PlanTotals:
+    def run(self, batch: Batch, earlier: Callable[[Int64Array], Sequence[Record]], totals: PlanTotals) -> PlanTotals:
         job, later = self._job, self._later
         shares = job.limits.share_prefixes and len(batch.generations) > 1
         kv = ConversationKV(job.layout, job.limits, self._machine.new_runner) if shares else None
@@ -156,7 +153,7 @@ class _BatchRun:
                 if prepared.wave.num_outputs:
                     kept = self._machine.execute(prepared, kv.runner, kv.cache, self._writer(prepared).write)
                     kv.keep(prepared, kept, later.needed)
-                kv.expect(_without(whole, prepared.errors), expected, later.continued_output)
+                kv.expect(expected, later.continued_output)
         job.on_event("wave", prepared.plan.numbers())
         return totals.plus(prepared.plan)
 

@@ -103,8 +103,7 @@ class Matchers:
         for sequence in sequences[limited & has_ended].tolist():
             self._drop(sequence)
         going_on = self._slot[sequences[limited & ~has_ended]].tolist()
-        if going_on:
-            self._wait()
+        if going_on:  # they have just been advanced, so nothing else is being computed
             self._computing = self._thread.submit(self._compute, going_on)
 
     def close(self) -> None:

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import IO, TYPE_CHECKING
+from typing import TYPE_CHECKING
 
+import numpy as np
+
+from batchkv.choices import ChoiceTokens
 from batchkv.constraints import ConstraintChecks
 from batchkv.errors import RowError
 from batchkv.io.read import JobSource
@@ -13,11 +16,11 @@ from batchkv.metrics import RunMetrics
 from batchkv.planner import Limits, make_plan
 from batchkv.preparation import ModelFacts, prepare_wave, preview
 from batchkv.progress import OnProgress, no_progress
-from batchkv.rows import take_in
+from batchkv.rows import Rows, take_in
 from batchkv.sampling_params import SamplingParams
 from batchkv.token_arena import TokenArena
 from batchkv.wave import Wave
-from batchkv.waves import NOTHING, waves
+from batchkv.waves import NOTHING, split, wave_of
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -29,7 +32,6 @@ def plan_job(
     tokenizer: PreTrainedTokenizerBase | None,
     facts: ModelFacts,
     limits: Limits,
-    token_file: IO[bytes],
     *,
     limit: int | None = None,
     on_progress: OnProgress = no_progress,
@@ -45,7 +47,7 @@ def plan_job(
         sampling,
         tokenizer,
         facts.prompt_limits,
-        token_file,
+        None,
         ConstraintChecks(tokenizer, facts.vocab_size, facts.end_token_ids),
         reject,
         RunMetrics(),
@@ -55,7 +57,9 @@ def plan_job(
     on_progress("plan", 0, 0)
     first: Plan | None = None
     totals = PlanTotals()
-    for whole in waves(rows):
+    choices = ChoiceTokens(tokenizer)
+    for picked in split(rows):
+        whole = wave_of(rows, picked, rows.arena.take(picked), choices)
         prepared = prepare_wave(whole, NOTHING, facts.layout, limits, preview(tokenizer))
         reject(prepared.errors)
         totals = totals.plus(prepared.plan)
@@ -63,4 +67,13 @@ def plan_job(
     if first is None:
         first = make_plan(Wave.of(TokenArena.from_rows([]), []), facts.layout, limits)
         totals = totals.plus(first)
-    return JobPlan(rows.num_rows, len(errors), totals, first)
+    return JobPlan(rows.num_rows, len(errors), _generations(rows, errors), totals, first)
+
+
+def _generations(rows: Rows, errors: set[int]) -> tuple[int, ...]:
+    """Rows that can run in each generation: those that wait for nobody, those that wait for these, ..."""
+    if rows.dependencies is None:
+        return (rows.num_rows - len(errors),)
+    waiting = list(rows.dependencies.required)
+    later = np.bincount(rows.dependencies.generation[waiting], minlength=1)[1:]
+    return (rows.num_rows - len(errors) - len(waiting), *later.tolist())

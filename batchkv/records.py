@@ -114,6 +114,20 @@ def as_batch(records: Sequence[Record]) -> pa.RecordBatch:
     )
 
 
+def as_records(batch: pa.RecordBatch) -> list[Record]:
+    """From Arrow, without what only results need."""
+    return [
+        Record(
+            row=cells["row"],
+            sample=cells["sample"],
+            finish_reason=cells["finish_reason"],
+            text=cells["text"],
+            token_ids=np.array(cells["token_ids"] or [], np.int32),
+        )
+        for cells in batch.select(["row", "sample", "finish_reason", "text", "token_ids"]).to_pylist()
+    ]
+
+
 def _list_array(lists: Sequence[npt.NDArray[Any] | None], dtype: type[np.int32] | type[np.float32]) -> pa.ListArray:
     """A list array of `lists`, null where there is None."""
     offsets = np.zeros(len(lists) + 1, dtype=np.int32)

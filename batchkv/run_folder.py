@@ -3,7 +3,6 @@
 lock           held while the process lives
 manifest.json  what is run: another job, model or parameter is not mixed with it
 part-NNNNN     records (`parts`), one file for each time that the run was started
-tokens         the job's token ids, while the process lives
 metrics.json   the latest numbers of the run, every few seconds
 complete.json  the results are complete: what is left is to put them in their place
 """
@@ -16,7 +15,7 @@ import shutil
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -28,6 +27,7 @@ from batchkv.errors import UserError
 from batchkv.io.write import check_schema, checked_target, write_tables
 from batchkv.manifest import Manifest
 from batchkv.parts import PartFile, read_part
+from batchkv.records import Record, as_records
 from batchkv.results import result_schema
 from batchkv.rows import Rows
 from batchkv.waves import output_keys
@@ -116,15 +116,11 @@ class RunFolder:
         finally:
             part.close()
 
-    @contextmanager
-    def token_file(self) -> Iterator[IO[bytes]]:
-        """For the job's token ids."""
-        path = self.path / "tokens"
-        with path.open("w+b") as file:
-            try:
-                yield file
-            finally:
-                path.unlink()
+    def records_of(self, rows: Int64Array) -> list[Record]:
+        """What earlier runs have recorded of some rows (int64, in any order)."""
+        wanted = pa.array(np.sort(rows))
+        found = (batch.filter(pc.is_in(batch.column("row"), wanted)) for batch in self._earlier())
+        return [record for batch in found if len(batch) for record in as_records(batch)]
 
     def batches(self) -> Iterator[pa.RecordBatch]:
         """All records. Errors are those of this run alone: rows that had one before were tried again."""

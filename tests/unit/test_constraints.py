@@ -175,6 +175,10 @@ def test_where_nothing_ends_a_text_no_token_of_the_vocabulary_stands_for_the_end
     tokenizer = tiny_tokenizer()
     tokenizer.eos_token = None
     assert ids(Grammars(tokenizer, VOCAB_SIZE).compiled(Constraint("regex", "a?")).first_mask) == set(tokens("a"))
+    held = Matchers(Grammars(tokenizer, VOCAB_SIZE), [SamplingParams(regex="ab?")])
+    step(held, {0: "a"})
+    assert allowed_of(held, 0) == {0: set(tokens("b"))}
+    held.close()
     with pytest.raises(ConstraintError, match="no text of the model's tokens meets it"):
         Grammars(tokenizer, VOCAB_SIZE).compiled(Constraint("regex", ""))
 
