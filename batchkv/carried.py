@@ -29,7 +29,7 @@ class KeptSequence:
     """A sequence that has ended and whose KV is still there.
 
     Attributes:
-        handle: in the cache; -1 for one that an uninterrupted run would have there.
+        handle: in the cache; any number for one that is only expected there.
         token_ids: int32 [tokens], all tokens that have KV: the prompt and what was generated, mostly without the last.
         group: requests of other groups must not see it.
     """

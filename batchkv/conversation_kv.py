@@ -1,8 +1,8 @@
 """The KV cache of a batch of conversations: what stays in it from one generation to the next.
 
 What a row is said to have found in the cache must not depend on whether the job was interrupted in between. So there
-are two lists: what is kept, and what an uninterrupted run would have kept by now, which is told from the tokens alone. In a
-run that was not interrupted they are the same.
+are two lists: what is kept, and what an uninterrupted run would have kept by now, which is told from the tokens alone.
+In a run that was not interrupted they are the same.
 """
 
 from __future__ import annotations
@@ -131,7 +131,7 @@ class ConversationKV:
                 continue
             prompt = whole.arena.row(request)
             tokens = prompt if generated is None else np.concatenate([prompt, generated])[:-1]
-            self._expected.append(KeptSequence(-1, tokens.copy(), int(whole.group[request])))
+            self._expected.append(KeptSequence(len(self._expected), tokens.copy(), int(whole.group[request])))
 
     def _continued(
         self,

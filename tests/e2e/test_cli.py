@@ -110,7 +110,7 @@ def test_bad_rows_become_error_rows_and_the_others_run(batchkv: Any, tmp_path: P
         {"id": "range", "prompt_token_ids": [5, 100000]},
         {"id": "empty", "prompt_token_ids": []},
         {"id": "long", "prompt": "x" * 600},
-        {"id": "later", "prompt": "x", "tenant": "a"},
+        {"id": "orphan", "prompt": "x", "parent": "nobody"},
         {"id": "schema", "prompt": "x", "json_schema": {"type": "nothing"}},
     )
     out = tmp_path / "results.parquet"
@@ -130,7 +130,7 @@ def test_bad_rows_become_error_rows_and_the_others_run(batchkv: Any, tmp_path: P
         "range": "bad_token_id",
         "empty": "empty_prompt",
         "long": "too_long",
-        "later": "unsupported",
+        "orphan": "missing_dependency",
         "schema": "bad_schema",
     }
     assert results.filter(pl.col("error").is_null())["id"].to_list() == ["a", "b"]
