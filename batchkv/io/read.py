@@ -162,7 +162,7 @@ def _read_json_lines(path: Path) -> JobTable:
             if not raw.strip():
                 continue
             try:
-                parsed = _parse_line(raw)
+                parsed = parse_line(raw)
             except ValueError as error:
                 parsed = {}
                 message = f"{path} line {number} is no JSON object: {error}"
@@ -179,7 +179,7 @@ def _read_json_lines(path: Path) -> JobTable:
     return JobTable(columns, len(objects), errors)
 
 
-def _parse_line(raw: bytes) -> dict[str, Any]:
+def parse_line(raw: bytes) -> dict[str, Any]:
     """The JSON object on one line; a `ValueError` says why there is none, without quoting the line."""
     try:
         parsed = json.loads(raw.decode("utf-8-sig"))
