@@ -101,8 +101,8 @@ def read_requests(table: JobTable, first_line: int, *, taken: Container[str] = f
         if custom_id is not None:
             seen.add(custom_id)
         found.append((line, asked))
-    found = _with_prompts_checked(found)
-    return Requests(_job_rows(found), tuple(line for line, _ in found), first_line)
+    checked = _with_prompts_checked(found)
+    return Requests(_job_rows(checked), tuple(line for line, _ in checked), first_line)
 
 
 def _cells(table: JobTable, name: str) -> list[Any]:

@@ -196,9 +196,7 @@ _Text: TypeAlias = Annotated[str, Field(min_length=1)]
 
 class _Object(BaseModel):
     # Strict: the API takes no "1" for 1. Pydantic's messages would quote what they refuse.
-    model_config = ConfigDict(
-        strict=True, frozen=True, extra="forbid", allow_inf_nan=False, hide_input_in_errors=True, populate_by_name=False
-    )
+    model_config = ConfigDict(strict=True, frozen=True, extra="forbid", allow_inf_nan=False, hide_input_in_errors=True)
 
 
 class _JsonSchema(_Object):

@@ -11,7 +11,8 @@ from typing import Any, Protocol
 class Decoder(Protocol):
     """What is needed of a transformers tokenizer."""
 
-    all_special_ids: Any
+    @property
+    def all_special_ids(self) -> Any: ...
 
     def decode(self, token_ids: Any, **options: Any) -> Any: ...
 
