@@ -58,7 +58,7 @@ from batchkv.preparation import ModelFacts, PreparedWave
 from batchkv.progress import OnProgress, no_progress
 from batchkv.random_numbers import stream_keys
 from batchkv.records import Record, RecordsInMemory
-from batchkv.results import in_order, result_blocks, result_schema
+from batchkv.results import in_order, response_lines, result_blocks, result_schema
 from batchkv.rows import Rows, take_in
 from batchkv.run_folder import RunFolder
 from batchkv.run_log import OnEvent, Snapshots, no_event
@@ -227,8 +227,21 @@ class Engine:
         on_event("publishing", {"rows": run.rows.num_rows})
         with run.metrics.timed("write"):
             ordered = in_order(folder.batches(), run.rows.num_rows, folder.path)
-            blocks = result_blocks(source, run.rows, ordered, limit=limit)
-            folder.publish(blocks, with_summary(result_schema(run.rows), run.summary()), run.summary())
+            if run.rows.is_batch:
+                lines = response_lines(
+                    source,
+                    run.rows,
+                    ordered,
+                    self.tokenizer,
+                    created=folder.begun_at,
+                    run_id=folder.run_id,
+                    served_model=self.config.model,
+                    limit=limit,
+                )
+                folder.publish_lines(lines, run.summary())
+            else:
+                blocks = result_blocks(source, run.rows, ordered, limit=limit)
+                folder.publish(blocks, with_summary(result_schema(run.rows), run.summary()), run.summary())
         on_event("finished", run.summary())
         return run.summary()
 

@@ -135,11 +135,6 @@ def check_columns(names: Collection[str]) -> None:
     Raises:
         UserError: it has no prompts, or columns that are the result's own.
     """
-    if {"custom_id", "body"} <= set(names) and not set(names) & set(PROMPT_COLUMNS):
-        raise UserError(
-            "the rows are OpenAI Batch requests (custom_id, body), which are not supported yet: "
-            "write a job file with the columns id and messages"
-        )
     if names and not set(names) & set(PROMPT_COLUMNS):
         raise UserError(
             f"the job has none of the columns {', '.join(PROMPT_COLUMNS)}, "

@@ -16,6 +16,7 @@ from batchkv import records
 from batchkv.errors import UserError
 from batchkv.io.carried import conformed
 from batchkv.io.columns import RESULT_COLUMNS
+from batchkv.io.job_blocks import job_blocks
 from batchkv.io.read import JobSource
 from batchkv.job import carried_columns, read_ids
 from batchkv.rows import Rows
@@ -69,7 +70,8 @@ def result_blocks(
     first = 0
     wanted = rows.outputs_of_rows()
     schema, extra = result_schema(rows), _extra_columns(rows)
-    for block in source.blocks(limit):
+    for one in job_blocks(source, limit):
+        block = one.table
         found = cursor.take(first + block.num_rows)
         row = found.column("row").to_numpy() - first
         _check_complete(found, row, wanted[first : first + block.num_rows], first)
@@ -83,6 +85,35 @@ def result_blocks(
         }
         yield pa.table(columns, schema=schema)
         first += block.num_rows
+
+
+def response_lines(
+    source: JobSource,
+    rows: Rows,
+    ordered: Iterable[pa.Table],
+    tokenizer: Any,
+    *,
+    created: int,
+    run_id: str,
+    served_model: str,
+    limit: int | None = None,
+) -> Iterator[str]:
+    """The responses to a job of OpenAI Batch requests, as JSON without line ends; arguments as of `result_blocks`.
+
+    Args:
+        tokenizer: shows the tokens of log-probabilities.
+        created: seconds since 1970.
+        run_id: what ids of responses are made of.
+        served_model: named in responses to requests that name no model.
+    """
+    from batchkv.io.openai_batch import response_lines as lines_of
+
+    requests = (one.requests for one in job_blocks(source, limit))
+    for asked, block in zip(requests, result_blocks(source, rows, ordered, limit=limit), strict=True):
+        if asked is not None:
+            yield from lines_of(
+                asked, block, created=created, run_id=run_id, tokenizer=tokenizer, served_model=served_model
+            )
 
 
 def in_order(batches: Iterable[pa.RecordBatch], num_rows: int, folder: Path | None) -> Iterator[pa.Table]:

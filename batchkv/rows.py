@@ -26,6 +26,7 @@ from batchkv.dependencies import Dependencies, find_dependencies
 from batchkv.errors import RowError, UserError
 from batchkv.io.carried import CarriedSchema, conformed
 from batchkv.io.dependencies import References
+from batchkv.io.job_blocks import job_blocks
 from batchkv.io.read import JobSource
 from batchkv.job import IdKind, Job, carried_columns, check_columns, check_rows, read_ids
 from batchkv.metrics import RunMetrics
@@ -56,6 +57,7 @@ class Rows:
         deferred: the prompts of rows that wait. They have no tokens here.
         ids: string or int64 [rows], only if there are dependencies.
         id_kind: what the ids of the job are.
+        is_batch: whether the job is OpenAI Batch requests.
         carried: schema of the columns that are copied to the result.
         mapped: the token file; None if it is empty.
     """
@@ -69,6 +71,7 @@ class Rows:
     deferred: DeferredPrompts
     ids: pa.Array | None
     id_kind: IdKind | None
+    is_batch: bool
     carried: pa.Schema
     mapped: mmap.mmap | None
 
@@ -140,7 +143,8 @@ def take_in(
 
 def _take_in(intake: _Intake, source: JobSource, limit: int | None, on_progress: OnProgress) -> Rows:
     started = perf_counter()
-    for block in source.blocks(limit):
+    for block, requests in ((one.table, one.requests) for one in job_blocks(source, limit)):
+        intake.is_batch = requests is not None
         job = check_rows(block, intake.defaults, first_row=intake.num_rows, id_kind=intake.id_kind)
         intake.carried.add(job.carried.schema, block.where)
         intake.columns.update(dict.fromkeys(block.columns))
@@ -149,7 +153,7 @@ def _take_in(intake: _Intake, source: JobSource, limit: int | None, on_progress:
     check_columns(intake.columns)
     rows = intake.finish()
     if intake.carried.is_mixed:  # before hours of work
-        for block in source.blocks(limit):
+        for block in (one.table for one in job_blocks(source, limit)):
             conformed(carried_columns(block), rows.carried, block.num_rows, block.where)
     twins = _rows_with_taken_ids(intake, source, limit)
     intake.reject(
@@ -169,7 +173,7 @@ def _with_dependencies(rows: Rows, intake: _Intake, source: JobSource, limit: in
     if not len(rows.deferred):
         return rows
     ids: list[pa.Array] = []
-    for block in source.blocks(limit):
+    for block in (one.table for one in job_blocks(source, limit)):
         ids.append(read_ids(block, sum(map(len, ids)), rows.id_kind)[0])
     all_ids = pa.concat_arrays(ids)
     failed = np.concatenate(intake.failed).tolist()
@@ -192,6 +196,7 @@ class _Intake:
     metrics: RunMetrics
     num_rows: int = 0
     id_kind: IdKind | None = None
+    is_batch: bool = False
     columns: dict[str, None] = field(default_factory=dict)
     carried: CarriedSchema = field(default_factory=CarriedSchema)
     failed: list[Int64Array] = field(default_factory=list)
@@ -241,6 +246,7 @@ class _Intake:
             deferred=self.deferred,
             ids=None,
             id_kind=self.id_kind,
+            is_batch=self.is_batch,
             carried=self.carried.schema,
             mapped=mapped,
         )
@@ -343,7 +349,7 @@ def _rows_with_taken_ids(intake: _Intake, source: JobSource, limit: int | None) 
     first: dict[object, int] = {}
     taken: dict[int, int] = {}
     row, kind = 0, None
-    for block in source.blocks(limit):
+    for block in (one.table for one in job_blocks(source, limit)):
         ids, kind, _ = read_ids(block, row, kind)
         for suspect in suspects[
             np.searchsorted(suspects, row) : np.searchsorted(suspects, row + block.num_rows)

@@ -9,6 +9,7 @@ complete.json  the results are complete: what is left is to put them in their pl
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import shutil
@@ -24,7 +25,7 @@ import pyarrow.compute as pc
 from filelock import FileLock, Timeout
 
 from batchkv.errors import UserError
-from batchkv.io.write import check_schema, checked_target, write_tables
+from batchkv.io.write import JSON_LINES, check_schema, checked_target, write_lines, write_tables
 from batchkv.manifest import Manifest
 from batchkv.parts import PartFile, read_part
 from batchkv.records import Record, as_records
@@ -74,7 +75,8 @@ class RunFolder:
             self._clear()
         elif before is None:
             self._clear()
-        manifest.write(self._manifest)
+        if before != manifest:
+            manifest.write(self._manifest)
         self._part = self.path / f"part-{len(self._parts()) + 1:05}"
         return None
 
@@ -84,6 +86,8 @@ class RunFolder:
         Raises:
             UserError: names the column.
         """
+        if rows.is_batch and self.out.suffix.lower() not in JSON_LINES:
+            raise UserError(f"{self.out}: responses to OpenAI Batch requests are JSON lines: name a .jsonl file")
         check_schema(self.out, result_schema(rows))
 
     @property
@@ -135,6 +139,21 @@ class RunFolder:
         """
         write_tables(tables, schema, self.out, self._result, before_rename=lambda: self._mark_complete(summary))
         self._remove()
+
+    def publish_lines(self, lines: Iterable[str], summary: dict[str, Any]) -> None:
+        """`publish` of a result that is lines of text."""
+        write_lines(lines, self.out, self._result, before_rename=lambda: self._mark_complete(summary))
+        self._remove()
+
+    @property
+    def begun_at(self) -> int:
+        """Seconds since 1970; a run that is gone on with began when it was begun first."""
+        return int(self._manifest.stat().st_mtime)
+
+    @property
+    def run_id(self) -> str:
+        """The same for all runs of what the manifest says."""
+        return hashlib.blake2b(self._manifest.read_bytes(), digest_size=16).hexdigest()
 
     # -- how
 

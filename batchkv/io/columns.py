@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -57,9 +58,16 @@ RESULT_COLUMNS = (
     "error",
 )
 
+REQUEST_COLUMNS = ("custom_id", "method", "url", "body")  # of OpenAI Batch files
+
 # A job column of JSON lines stays a list of Python values: there every line may hold another type, and one
 # odd line must not spoil the column for the others. All other columns have an Arrow type.
 Column: TypeAlias = "pa.ChunkedArray | list[Any]"
+
+
+def is_batch(names: Collection[str]) -> bool:
+    """Whether a job with columns of these names is one of OpenAI Batch requests."""
+    return "custom_id" in names and "body" in names and not any(name in names for name in PROMPT_COLUMNS)
 
 
 def to_cells(column: Column) -> list[Any]:

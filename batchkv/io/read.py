@@ -16,7 +16,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from batchkv.errors import RowError, UserError
-from batchkv.io.columns import JOB_COLUMNS, Column, kind_of
+from batchkv.io.columns import JOB_COLUMNS, REQUEST_COLUMNS, Column, is_batch, kind_of
 
 if TYPE_CHECKING:
     import polars as pl
@@ -275,22 +275,23 @@ def _raw_lines(file: BinaryIO) -> Iterator[tuple[int, bytes]]:
 
 def _read_line(path: Path, number: int, raw: bytes) -> _Line:
     try:
-        return _Line(number, _parse_line(raw), None)
+        return _Line(number, parse_line(raw), None)
     except ValueError as error:
         return _Line(number, {}, RowError("bad_json", f"{path} line {number} is no JSON object: {error}"))
 
 
 def _block_of_lines(lines: Sequence[_Line], path: Path) -> JobTable:
     names = dict.fromkeys(name for line in lines for name in line.object)
+    as_they_are = JOB_COLUMNS | set(REQUEST_COLUMNS) if is_batch(names) else JOB_COLUMNS
     columns: dict[str, Column] = {}
     for name in names:
         cells = [line.object.get(name) for line in lines]
-        columns[name] = cells if name in JOB_COLUMNS else _infer(name, cells, path, [line.number for line in lines])
+        columns[name] = cells if name in as_they_are else _infer(name, cells, path, [line.number for line in lines])
     errors = {row: line.error for row, line in enumerate(lines) if line.error}
     return JobTable(columns, len(lines), errors, f"{path} line {lines[0].number}")
 
 
-def _parse_line(raw: bytes) -> dict[str, Any]:
+def parse_line(raw: bytes) -> dict[str, Any]:
     """The JSON object on one line; a `ValueError` says why there is none, without quoting the line."""
     if len(raw) > MAX_LINE_BYTES:
         raise ValueError(f"longer than {MAX_LINE_BYTES >> 20} MiB")

@@ -16,6 +16,7 @@ from batchkv.errors import UserError
 from batchkv.io.columns import is_list
 from batchkv.io.read import StrPath
 
+JSON_LINES = (".jsonl", ".ndjson")
 _GROUP_ROWS, _GROUP_BYTES = 1 << 16, 32 << 20  # of a row group in Parquet
 
 
@@ -74,6 +75,18 @@ def write_tables(
             raise _cannot_be_stored(error, target) from error
 
     replace_file(target, temporary, write, before_rename)
+
+
+def write_lines(
+    lines: Iterable[str], path: StrPath, temporary: Path, *, before_rename: Callable[[], None] = lambda: None
+) -> None:
+    """Writes a text file, line by line; the rest is as in `write_tables`."""
+
+    def write(file: IO[bytes]) -> None:
+        for line in lines:
+            file.write(line.encode() + b"\n")
+
+    replace_file(checked_target(path), temporary, write, before_rename)
 
 
 def replace_file(

@@ -448,13 +448,6 @@ class TestColumns:
         with pytest.raises(UserError, match=r"none of the columns prompt, messages.*only question, id: rename"):
             check_columns(["question", "id"])
 
-    def test_openai_batch_files_say_that_they_are_not_supported(self) -> None:
-        with pytest.raises(UserError, match=r"OpenAI Batch.*not supported yet"):
-            check_columns(["custom_id", "method", "url", "body"])
-
-    def test_a_job_without_columns_may_still_be_an_empty_one(self) -> None:
-        check_columns([])
-
     @pytest.mark.parametrize("table", [pa.table({}), pa.table({"prompt": pa.array([], pa.string())})])
     def test_no_rows_are_an_empty_job(self, table: pa.Table) -> None:
         job = read_job(table, DEFAULTS)
