@@ -282,7 +282,7 @@ class Engine:
 
         def progress(ended: int, generated: int) -> None:
             show(ended, generated)
-            snapshots.after_step(metrics, ledger.num_samples, ledger.num_errors)
+            snapshots.after_step(metrics, ledger)
 
         on_progress("plan", 0, 0)
         run = JobRun(

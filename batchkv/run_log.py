@@ -15,6 +15,7 @@ from types import TracebackType
 from typing import IO, Any
 
 from batchkv.errors import UserError
+from batchkv.ledger import Ledger
 from batchkv.metrics import RunMetrics
 
 # (what happened, numbers and names that tell more)
@@ -79,14 +80,14 @@ class Snapshots:
         self._on_event, self._path = on_event, path
         self._written = monotonic()
 
-    def after_step(self, metrics: RunMetrics, samples: int, errors: int) -> None:
+    def after_step(self, metrics: RunMetrics, ledger: Ledger) -> None:
         """To be called after every step; does nothing most of the time."""
         if monotonic() - self._written >= _SNAPSHOT_SECONDS:
-            self.write(metrics, samples, errors)
+            self.write(metrics, ledger)
 
-    def write(self, metrics: RunMetrics, samples: int, errors: int) -> None:
+    def write(self, metrics: RunMetrics, ledger: Ledger) -> None:
         """Samples that are finished and rows with errors, of the job; what `metrics` counts, of this run."""
-        numbers = {"samples": samples, "errors": errors, **metrics.counts()}
+        numbers = {"samples": ledger.num_samples, "errors": ledger.num_errors, **metrics.counts()}
         self._on_event("progress", numbers)
         if self._path is not None:
             temporary = self._path.with_suffix(".tmp")

@@ -16,7 +16,9 @@ settings.register_profile("default", deadline=None, suppress_health_check=[Healt
 settings.load_profile("default")
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")  # no test needs the network
-if "OMP_NUM_THREADS" not in os.environ:
+if "PYTEST_XDIST_WORKER" in os.environ:  # a process for each core
+    torch.set_num_threads(1)
+elif "OMP_NUM_THREADS" not in os.environ:
     torch.set_num_threads(min(2, os.cpu_count() or 1))
 
 WORKLOADS = Path(__file__).resolve().parents[2] / "shared" / "workloads"
