@@ -42,7 +42,7 @@ def check_rows(engine: Engine, oracle: PreTrainedModel, jobs: pl.DataFrame) -> N
     """Greedy results of `jobs` are what transformers generates for each row alone."""
     results = engine.run(jobs)
     job = read_job(jobs)
-    arena, _ = tokenize(job, engine.tokenizer)
+    arena, _ = tokenize(job.prompts, engine.tokenizer)
     summary = summary_of(results.schema)
     assert summary["errors"] == 0
     assert summary["prefill_tokens"] == summary["planned_prefill_tokens"]

@@ -38,7 +38,8 @@ def job_plan_of(*rows: Row, tokens: int = 1_000, layout: KVLayout = LAYOUT, **li
     kv_bytes = tokens * layout.bytes_per_token
     limits_ = Limits(**{"kv_bytes": kv_bytes, "max_batch_rows": 256, "max_batch_tokens": 512, **limits})
     prepared = prepare_wave(Wave.of(arena, params), NOTHING, layout, limits_)
-    return JobPlan(len(rows), len(prepared.errors), PlanTotals().plus(prepared.plan), prepared.plan)
+    good = len(rows) - len(prepared.errors)
+    return JobPlan(len(rows), len(prepared.errors), (good,), PlanTotals().plus(prepared.plan), prepared.plan)
 
 
 def text(golden: str) -> str:
@@ -71,6 +72,7 @@ def test_rows_that_share_nothing() -> None:
     assert plan.to_json() == {
         "rows": 3,
         "errors": 0,
+        "generations": [3],
         "waves": 1,
         "sequences": 3,
         "prompt_tokens": 35,
@@ -108,6 +110,7 @@ def test_one_header() -> None:
     assert plan.to_json() == {
         "rows": 4,
         "errors": 0,
+        "generations": [4],
         "waves": 1,
         "sequences": 4,
         "prompt_tokens": 180,
@@ -162,6 +165,7 @@ def test_a_header_in_two_levels_with_twins_and_a_prompt_that_is_a_prefix_of_anot
     assert plan.to_json() == {
         "rows": 7,
         "errors": 0,
+        "generations": [7],
         "waves": 1,
         "sequences": 6,
         "prompt_tokens": 338,
@@ -204,6 +208,7 @@ def test_several_samples_of_a_prompt() -> None:
     assert plan.to_json() == {
         "rows": 2,
         "errors": 0,
+        "generations": [2],
         "waves": 1,
         "sequences": 4,
         "prompt_tokens": 82,
@@ -241,6 +246,7 @@ def test_without_sharing_every_row_is_on_its_own() -> None:
     assert plan.to_json() == {
         "rows": 2,
         "errors": 0,
+        "generations": [2],
         "waves": 1,
         "sequences": 2,
         "prompt_tokens": 20,
@@ -278,6 +284,7 @@ def test_a_tight_budget_takes_smaller_pages_and_refuses_what_can_never_fit() -> 
     assert plan.to_json() == {
         "rows": 3,
         "errors": 1,
+        "generations": [2],
         "waves": 1,
         "sequences": 2,
         "prompt_tokens": 20,
@@ -311,14 +318,19 @@ def test_an_empty_job() -> None:
     )
 
 
-def long_and_short(tokens: int) -> Plan:
+def long_and_short_job(tokens: int) -> JobPlan:
     """Three prompts of two pages and three of one, nothing generated beyond their pages."""
     rows = [row([i] * (20 if i < 3 else 4), max_tokens=1) for i in range(6)]
-    return plan_of(*rows, tokens=tokens, max_batch_rows=2)
+    return job_plan_of(*rows, tokens=tokens, max_batch_rows=2)
+
+
+def long_and_short(tokens: int) -> Plan:
+    """The plan of its only wave."""
+    return long_and_short_job(tokens).first
 
 
 def test_long_and_short_rows_take_turns_where_that_lowers_the_peak() -> None:
-    plan = long_and_short(tokens=1_000)
+    plan = long_and_short_job(tokens=1_000)
     assert plan.explain() == text(
         """
         rows      6; 6 sequences to generate
@@ -398,9 +410,9 @@ def test_of_rows_that_are_largest_in_different_groups_of_layers_the_larger_is_re
 )
 def test_the_counts_of_real_workloads(name: str, rows: int, prompt_tokens: int, prefill_tokens: int) -> None:
     job = read_job(WORKLOADS / f"{name}.parquet")
-    arena, errors = tokenize(job, None)
+    arena, errors = tokenize(job.prompts, None)
     plan = make_plan(Wave.of(arena, job.params), LAYOUT, Limits(2 << 30, 256, 512))
-    counts = JobPlan(job.num_rows, len(errors), PlanTotals().plus(plan), plan).to_json()
+    counts = JobPlan(job.num_rows, len(errors), (job.num_rows,), PlanTotals().plus(plan), plan).to_json()
     assert (counts["rows"], counts["errors"]) == (rows, 0)
     assert (counts["prompt_tokens"], counts["prefill_tokens"]) == (prompt_tokens, prefill_tokens)
     assert counts["saved_tokens"] == prompt_tokens - prefill_tokens

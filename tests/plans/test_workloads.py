@@ -37,7 +37,7 @@ class Scheduled:
 def steps_of(name: str, kv_tokens: int = 93_206) -> Iterator[Scheduled]:
     """Runs a workload to its end with every token sampled as 0."""
     job = read_job(WORKLOADS / f"{name}.parquet")
-    arena, _ = tokenize(job, None)
+    arena, _ = tokenize(job.prompts, None)
     limits = Limits(kv_tokens * LAYOUT.bytes_per_token, 256, 512, context_length=8192)
     wave = Wave.of(arena, job.params)
     assert check_kv_budget(wave, LAYOUT, limits) == {}

@@ -38,7 +38,7 @@ def table_of(prompts: list[int], new_tokens: list[int]) -> SequenceTable:
     """Sequences of `prompts`; what they are for does not matter here."""
     number = np.arange(len(prompts), dtype=np.int32)
     new, none = np.array(new_tokens, np.int32), np.full_like(number, -1)
-    return SequenceTable(np.array(prompts, np.int32), number, number, new, none, none, number, number)
+    return SequenceTable(np.array(prompts, np.int32), number, number, new, none, none, number)
 
 
 @st.composite

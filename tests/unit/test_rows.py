@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Iterator
 from pathlib import Path
-from tempfile import TemporaryFile
-from typing import IO, Any
+from typing import Any
 
 import numpy as np
 import polars as pl
@@ -17,6 +15,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from batchkv.constraints import ConstraintChecks
 from batchkv.errors import RowError, UserError
 from batchkv.io.read import JobSource, open_jobs
 from batchkv.metrics import RunMetrics
@@ -37,12 +36,13 @@ def take(jobs: Any, *, defaults: SamplingParams = DEFAULTS, block_rows: int = 1 
         for row, error in found.items():
             errors.setdefault(row, error)  # as the ledger does
 
-    with pytest.MonkeyPatch.context() as patch, TemporaryFile() as tokens:
+    with pytest.MonkeyPatch.context() as patch:
         patch.setattr("batchkv.io.read.BLOCK_ROWS", block_rows)
         source = jobs if isinstance(jobs, JobSource) else open_jobs(jobs)
         limits = PromptLimits(options.pop("vocab_size", 1000), options.pop("context_length", None))
         tokenizer = options.pop("tokenizer", None)
-        rows = take_in(source, defaults, tokenizer, limits, tokens, reject, RunMetrics(), **options)
+        checks = ConstraintChecks(tokenizer, limits.vocab_size, ())
+        rows = take_in(source, defaults, tokenizer, limits, None, checks, reject, RunMetrics(), **options)
     return rows, dict(sorted(errors.items()))
 
 
@@ -182,7 +182,7 @@ def test_errors_carry_row_numbers_of_the_job(tmp_path: Path, block_rows: int) ->
         4: "bad_token_id",
         5: "too_long",
         6: "bad_parameter",
-        7: "unsupported",
+        7: "bad_schema",
         8: "bad_json",
     }
     assert "no tokenizer" in errors[6].message
@@ -246,7 +246,6 @@ def test_rows_that_all_have_errors_are_a_job_without_tokens() -> None:
     [
         ({"question": ["a"], "id": [1]}, r"none of the columns prompt.*only question, id"),
         ({"prompt_token_ids": [[1]], "finish_reason": ["b"]}, "columns of its own named finish_reason: rename"),
-        ({"custom_id": ["a"], "body": [{"model": "m"}]}, "OpenAI Batch"),
         ({"prompt": ["a"]}, "without a tokenizer only prompt_token_ids"),
         ({"prompt_token_ids": [[1]], "id": [1.5]}, "column id is double"),
     ],
@@ -288,16 +287,9 @@ def test_progress_counts_rows_and_times_are_told(monkeypatch: pytest.MonkeyPatch
     assert said == [("tokenize", 2, 0), ("tokenize", 4, 0), ("tokenize", 5, 0)]
 
 
-@pytest.fixture
-def full_file() -> Iterator[IO[bytes]]:
+def test_a_full_disk_is_a_user_error(monkeypatch: pytest.MonkeyPatch) -> None:
     if not os.path.exists("/dev/full"):
         pytest.skip("no device that is always full")
-    with open("/dev/full", "r+b", buffering=0) as file:
-        yield file
-
-
-def test_a_full_disk_is_a_user_error(full_file: IO[bytes]) -> None:
-    reject: Callable[[Any], None] = lambda errors: None  # noqa: E731
-    source = open_jobs(pa.table({"prompt_token_ids": [[1]]}))
+    monkeypatch.setattr("batchkv.rows.TemporaryFile", lambda **where: open("/dev/full", "r+b", buffering=0))  # noqa: SIM115
     with pytest.raises(UserError, match="No space left on device: free some space"):
-        take_in(source, DEFAULTS, None, PromptLimits(9, None), full_file, reject, RunMetrics())
+        take(pa.table({"prompt_token_ids": [[1]]}))

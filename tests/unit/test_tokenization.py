@@ -46,7 +46,7 @@ def job_of(**columns: list[Any]) -> Job:
 
 def test_a_prompt_gets_the_special_tokens_once() -> None:
     tokenizer = make_tokenizer(adds="<s> $A </s>")
-    arena, errors = tokenize(job_of(prompt=["hi", "<s>hi", "<s><s>hi", ""]), tokenizer)
+    arena, errors = tokenize(job_of(prompt=["hi", "<s>hi", "<s><s>hi", ""]).prompts, tokenizer)
     hi = tokenizer("hi", add_special_tokens=False)["input_ids"]
     assert errors == {}
     assert [arena.row(i).tolist() for i in range(4)] == [
@@ -59,7 +59,7 @@ def test_a_prompt_gets_the_special_tokens_once() -> None:
 
 
 def test_a_tokenizer_that_adds_no_bos_leaves_the_text_its_own() -> None:
-    arena, _ = tokenize(job_of(prompt=["<s><s>a", "b"]), make_tokenizer(adds="$A"))
+    arena, _ = tokenize(job_of(prompt=["<s><s>a", "b"]).prompts, make_tokenizer(adds="$A"))
     assert arena.row(0)[:2].tolist() == [BOS, BOS]
     assert BOS not in arena.row(1)
 
@@ -67,14 +67,14 @@ def test_a_tokenizer_that_adds_no_bos_leaves_the_text_its_own() -> None:
 def test_a_tokenizer_without_a_bos_works() -> None:
     tokenizer = make_tokenizer(adds="$A </s>")
     tokenizer.bos_token = None
-    arena, _ = tokenize(job_of(prompt=["a"]), tokenizer)
+    arena, _ = tokenize(job_of(prompt=["a"]).prompts, tokenizer)
     assert arena.row(0)[-1] == EOS
 
 
 def test_messages_are_what_the_tokenizer_makes_of_them() -> None:
     tokenizer = make_tokenizer(adds="<s> $A </s>")
     conversation = [{"role": "user", "content": "hé"}, {"role": "assistant", "content": "<s>yes"}]
-    arena, errors = tokenize(job_of(messages=[conversation]), tokenizer)
+    arena, errors = tokenize(job_of(messages=[conversation]).prompts, tokenizer)
     expected = tokenizer.apply_chat_template(conversation, add_generation_prompt=True, return_dict=False)
     assert errors == {}
     assert arena.row(0).tolist() == expected
@@ -82,19 +82,19 @@ def test_messages_are_what_the_tokenizer_makes_of_them() -> None:
 
 
 def test_token_ids_are_taken_as_they_are_without_a_tokenizer() -> None:
-    arena, errors = tokenize(job_of(prompt_token_ids=[[5, 6], None, [7]]), None)
+    arena, errors = tokenize(job_of(prompt_token_ids=[[5, 6], None, [7]]).prompts, None)
     assert errors == {}
     assert [arena.row(row).tolist() for row in range(3)] == [[5, 6], [], [7]]
 
 
 def test_text_without_a_tokenizer_is_a_user_error() -> None:
     with pytest.raises(UserError, match="without a tokenizer only prompt_token_ids"):
-        tokenize(job_of(prompt=["a"]), None)
+        tokenize(job_of(prompt=["a"]).prompts, None)
 
 
 def test_rows_with_errors_have_no_tokens() -> None:
     job = job_of(prompt=["a", "b", "c"], n=[1, 0, 1])
-    arena, _ = tokenize(job, make_tokenizer())
+    arena, _ = tokenize(job.prompts, make_tokenizer())
     assert arena.lengths.tolist() == [2, 0, 2]
 
 
@@ -114,7 +114,7 @@ def test_identical_texts_are_encoded_once_and_others_in_batches(monkeypatch: pyt
 
     monkeypatch.setattr("batchkv.tokenization.BATCH_TEXTS", 2)
     texts = ["a", "b", "a", "c", "a", "b"]
-    arena, _ = tokenize(job_of(prompt=texts), Spy())
+    arena, _ = tokenize(job_of(prompt=texts).prompts, Spy())
     assert batches == [[""], ["a", "b"], ["c"]]
     assert [tokenizer.decode(arena.row(i)[1:]) for i in range(6)] == texts
 
@@ -129,7 +129,7 @@ def test_identical_texts_are_encoded_once_and_others_in_batches(monkeypatch: pyt
 )
 def test_a_template_that_fails_is_an_error_of_its_row(role: str, message: str) -> None:
     conversations = [[{"role": role, "content": "private"}], [{"role": "user", "content": "b"}]]
-    arena, errors = tokenize(job_of(messages=conversations), make_tokenizer())
+    arena, errors = tokenize(job_of(messages=conversations).prompts, make_tokenizer())
     assert errors == {0: RowError("bad_messages", message)}
     assert arena.lengths[0] == 0
     assert arena.lengths[1] > 0
@@ -150,18 +150,16 @@ def test_the_template_is_applied_to_a_batch_at_once_and_to_each_only_if_one_fail
     monkeypatch.setattr("batchkv.tokenization.BATCH_TEXTS", 2)
     monkeypatch.setattr("batchkv.chat_template._BATCH_CONVERSATIONS", 2)
     conversations = [[{"role": role, "content": role}] for role in ("user", "assistant", "user", "tool")]
-    said: list[tuple[str, int, int]] = []
-    arena, errors = tokenize(job_of(messages=conversations), tokenizer, lambda *step: said.append(step))
+    arena, errors = tokenize(job_of(messages=conversations).prompts, tokenizer)
     assert applied == [conversations[:2], conversations[2:], *conversations[2:]]
     assert errors.keys() == {3}
     assert tokenizer.decode(arena.row(0)) == "<s><user>user<assistant>"
     assert arena.row(0).tolist() == arena.row(2).tolist()
-    assert said == [("chat template", 2, 4), ("chat template", 4, 4), ("tokenize", 2, 2)]
 
 
 def test_without_a_chat_template_only_messages_fail() -> None:
     job = job_of(messages=[[{"role": "user", "content": "a"}], None], prompt=[None, "b"])
-    arena, errors = tokenize(job, make_tokenizer(template=None))
+    arena, errors = tokenize(job.prompts, make_tokenizer(template=None))
     assert errors.keys() == {0}
     assert errors[0].code == "bad_messages"
     assert "no chat template" in errors[0].message
@@ -170,7 +168,7 @@ def test_without_a_chat_template_only_messages_fail() -> None:
 
 def test_half_a_surrogate_pair_is_an_error_of_its_row() -> None:
     text = '[{"role": "user", "content": "private \\ud800"}]'
-    arena, errors = tokenize(job_of(messages=[text, None], prompt=[None, "b"]), make_tokenizer())
+    arena, errors = tokenize(job_of(messages=[text, None], prompt=[None, "b"]).prompts, make_tokenizer())
     assert {row: error.code for row, error in errors.items()} == {0: "bad_prompt"}
     assert "private" not in errors[0].message
     assert arena.lengths.tolist() == [0, 2]
@@ -180,7 +178,7 @@ def test_the_length_limit_of_the_tokenizer_is_not_warned_about(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(logging.getLogger("transformers"), "propagate", True)
-    arena, _ = tokenize(job_of(prompt=["long " * 100]), make_tokenizer())
+    arena, _ = tokenize(job_of(prompt=["long " * 100]).prompts, make_tokenizer())
     assert arena.lengths.tolist() == [501]
     assert "longer than" not in caplog.text
 
@@ -189,7 +187,9 @@ class TestChecks:
     ARENA = TokenArena.from_rows([np.array(row, dtype=np.int32) for row in ([1, 2], [], [3, 99, 98], [4])])
 
     def check(self, job: Job, **options: Any) -> dict[int, str]:
-        found = check_prompts(self.ARENA, job, **{"vocab_size": 100, "context_length": None, **options})
+        found = check_prompts(
+            self.ARENA, **{"vocab_size": 100, "context_length": None, "errors": job.errors, **options}
+        )
         return {row: f"{error.code}: {error.message}" for row, error in found.items()}
 
     def test_a_prompt_without_tokens_is_empty(self) -> None:
@@ -213,7 +213,7 @@ class TestChecks:
     def test_rows_with_an_error_are_left_alone(self) -> None:
         job = job_of(prompt=["x"] * 4, n=[1, 1, 0, 1])
         known = {1: RowError("bad_messages", "known")}
-        assert self.check(job, vocab_size=1, context_length=1, errors=known).keys() == {0, 3}
+        assert self.check(job, vocab_size=1, context_length=1, errors={**known, **job.errors}).keys() == {0, 3}
 
     def test_dropped_rows_lose_their_tokens_and_no_others(self) -> None:
         arena = self.ARENA.with_rows_dropped([2, 1])
@@ -225,6 +225,6 @@ class TestChecks:
 
 
 def test_a_job_without_rows_has_an_empty_arena() -> None:
-    arena, errors = tokenize(job_of(), None)
+    arena, errors = tokenize(job_of().prompts, None)
     assert (arena.num_rows, arena.tokens.tolist(), arena.tokens.dtype, errors) == (0, [], np.int32, {})
-    assert check_prompts(arena, job_of(), vocab_size=1, context_length=1) == {}
+    assert check_prompts(arena, vocab_size=1, context_length=1) == {}

@@ -24,6 +24,9 @@ def detokenize(samples: list[npt.NDArray[np.int32]]) -> list[str]:
     return ["".join(map(chr, sample)) for sample in samples]
 
 
+BAD_LOGITS = RowError("bad_logits", "not finite")
+
+
 def completion(text: str, *, finish: Any = "length", stop_string: str | None = None) -> Completion:
     token_ids = np.array([ord(c) for c in text], dtype=np.int32)
     return Completion(token_ids, -np.arange(len(text), dtype=np.float32), finish, stop_string)
@@ -45,18 +48,28 @@ class Written:
             sample=wave.output_sample[first],
             prompt=wave.output_request[first],
             max_new_tokens=np.full(len(first), 100),
+            score_from=np.full(len(first), -1),
+            forced_token=np.full(len(first), -1),
             output_sequence=of_output,
         )
         self.decoded: list[int] = []
         self.records = RecordsInMemory()
         self.ledger = Ledger(self.records)
-        self.writer = Writer(wave, table, np.arange(wave.num_outputs), self._detokenize, self.ledger)
+        self.writer = Writer(
+            wave,
+            table,
+            np.arange(wave.num_outputs),
+            wave.params,
+            self._detokenize,
+            self.ledger.append,
+            self.ledger.reject,
+        )
 
     def _detokenize(self, samples: list[npt.NDArray[np.int32]]) -> list[str]:
         self.decoded.append(len(samples))
         return detokenize(samples)
 
-    def write(self, ended: Mapping[int, Completion | None]) -> None:
+    def write(self, ended: Mapping[int, Completion | RowError]) -> None:
         self.writer.write(list(ended.items()))
 
     @property
@@ -80,6 +93,8 @@ def test_a_record_has_all_that_is_known_of_its_sample() -> None:
             "num_generated_tokens": 2,
             "error_code": None,
             "error": None,
+            "is_greedy": None,
+            "choice_logprobs": None,
         },
         {
             "row": 8,
@@ -93,6 +108,8 @@ def test_a_record_has_all_that_is_known_of_its_sample() -> None:
             "num_generated_tokens": 1,
             "error_code": None,
             "error": None,
+            "is_greedy": None,
+            "choice_logprobs": None,
         },
     ]
     assert (written.ledger.num_samples, written.ledger.num_errors) == (2, 0)
@@ -134,9 +151,9 @@ def test_rows_that_share_a_sequence_are_cut_and_given_logprobs_as_they_ask() -> 
 def test_without_a_tokenizer_there_is_no_text() -> None:
     wave = Wave.of(TokenArena.from_rows([np.ones(3, np.int32)]), [SamplingParams()])
     records, zero = RecordsInMemory(), np.zeros(1, np.int64)
-    writer = Writer(
-        wave, SequenceTable(zero, zero, zero, zero, zero), zero, lambda samples: [None] * len(samples), Ledger(records)
-    )
+    table = SequenceTable(zero, zero, zero, zero, zero - 1, zero - 1, zero)
+    ledger = Ledger(records)
+    writer = Writer(wave, table, zero, wave.params, lambda samples: [None] * len(samples), ledger.append, ledger.reject)
     writer.write([(0, completion("x"))])
     (batch,) = records.batches()
     assert (batch["text"].to_pylist(), batch["token_ids"].to_pylist()) == ([None], [[120]])
@@ -144,11 +161,11 @@ def test_without_a_tokenizer_there_is_no_text() -> None:
 
 def test_a_sequence_without_a_distribution_is_the_error_of_all_its_rows_once() -> None:
     written = Written(SamplingParams(n=2), SamplingParams(), SamplingParams(), sequences=[0, 1, 0, 2])
-    written.write({0: None, 2: completion("x")})
-    written.write({1: None})
+    written.write({0: BAD_LOGITS, 2: completion("x")})
+    written.write({1: BAD_LOGITS})
     found = [(record["row"], record["finish_reason"], record["error_code"]) for record in written.found]
     assert found == [(2, "length", None), (0, "error", "bad_logits"), (1, "error", "bad_logits")]
-    assert "--dtype float32" in written.found[1]["error"]
+    assert written.found[1]["error"] == "not finite"
     assert (written.ledger.num_samples, written.ledger.num_errors) == (1, 2)
 
 
