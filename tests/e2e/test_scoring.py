@@ -95,6 +95,7 @@ def test_what_is_generated_greedily_is_greedy() -> None:
         assert np.allclose(given, was, atol=1e-5)
 
 
+@pytest.mark.filterwarnings("error")
 def test_what_is_scored_may_fill_the_context_and_be_scored_one_token_behind_it() -> None:
     tokens = np.random.default_rng(0).integers(0, VOCAB_SIZE, CONTEXT_LENGTH + 2).tolist()
     cuts = [(1, 513), (500, 513), (512, 513), (511, 512), (500, 514), (513, 514)]
