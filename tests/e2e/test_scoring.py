@@ -218,7 +218,8 @@ def test_choices_have_the_scores_of_each_alone(
     if outputs is None:
         prompts, cached = (np.array(result[name]) for name in ("num_prompt_tokens", "num_cached_tokens"))
         distinct = {tuple(ids_of(row["prompt"], special=True)[: i + 1]) for row in CHOICE_ROWS for i in range(200)}
-        assert sum(prompts - cached) <= len(distinct)
+        # two tokens of the last prompt are computed as another row's choice
+        assert len(distinct) - 2 <= sum(prompts - cached) <= len(distinct)
         assert cached[1] == prompts[1]  # as its twin above, or the other way round
         assert summary["prefill_tokens"] < 1.5 * len(distinct)
 
