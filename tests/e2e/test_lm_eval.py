@@ -29,6 +29,7 @@ from batchkv.writer import summary_of  # noqa: E402
 from tests.tiny_models import FAMILIES, save_tiny, tiny_tokenizer  # noqa: E402
 
 MAX_LENGTH = 512  # of the tiny models
+SUM_ERROR = 2e-7  # relative: its model adds up log-probabilities in float32, which has no finer steps at -2,000
 WORDS = ["the", "king", "and", "queen", "were", "walking", "in", "garden", "when", "you", "rang", "other", "ring", "on"]
 
 
@@ -147,7 +148,7 @@ def test_tasks_have_the_results_of_lm_evals_own_model(model_dir: Path, tasks: Pa
     for metric in ("word_perplexity,none", "bits_per_byte,none"):
         assert ours["results"]["tiny_rolling"][metric] == pytest.approx(theirs["results"]["tiny_rolling"][metric], 1e-5)
     rolled, theirs_rolled = (numbers(found["samples"]["tiny_rolling"]) for found in (ours, theirs))
-    np.testing.assert_allclose(np.array(rolled, float), np.array(theirs_rolled, float), rtol=1e-6, atol=1e-4)
+    np.testing.assert_allclose(np.array(rolled, float), np.array(theirs_rolled, float), rtol=SUM_ERROR, atol=1e-4)
     assert ours["config"]["batchkv"]
 
 
@@ -190,7 +191,7 @@ PAIRS = [
 def test_loglikelihood(options: dict[str, Any]) -> None:
     pairs = [pair for pair in PAIRS if "max_length" not in options or len(pair[1]) < 40]
     ours, theirs = (model.loglikelihood(ask("loglikelihood", *pairs)) for model in models(**options))
-    np.testing.assert_allclose([one[0] for one in ours], [one[0] for one in theirs], rtol=0, atol=1e-4)
+    np.testing.assert_allclose([one[0] for one in ours], [one[0] for one in theirs], rtol=SUM_ERROR, atol=1e-4)
     assert [one[1] for one in ours] == [one[1] for one in theirs]
 
 
@@ -199,7 +200,7 @@ def test_loglikelihood(options: dict[str, Any]) -> None:
 def test_loglikelihood_rolling(options: dict[str, Any], words: list[int]) -> None:
     texts = [(text(count, count),) for count in words]
     ours, theirs = (model.loglikelihood_rolling(ask("loglikelihood_rolling", *texts)) for model in models(**options))
-    np.testing.assert_allclose(ours, theirs, rtol=1e-6, atol=1e-4)
+    np.testing.assert_allclose(ours, theirs, rtol=SUM_ERROR, atol=1e-4)
 
 
 def test_texts_are_generated_and_cut_as_by_lm_evals_own_model() -> None:
@@ -208,18 +209,18 @@ def test_texts_are_generated_and_cut_as_by_lm_evals_own_model() -> None:
     whole = [theirs.generate_until(ask("generate_until", (one, {"max_gen_toks": 30})))[0] for one in contexts]
     requests: list[tuple[str, dict[str, Any]]] = []
     for context, answer in zip(contexts, whole, strict=True):
-        assert len(answer) > 12
+        assert len(answer) > 8
         requests += [
             (context, {"max_gen_toks": 30}),
-            (context, {"until": answer[7:9], "max_new_tokens": 30}),
-            (context, {"until": [answer[9:12], answer[8:11], ""], "max_gen_toks": 30, "do_sample": False}),  # overlap
+            (context, {"until": answer[4:6], "max_new_tokens": 30}),
+            (context, {"until": [answer[6:9], answer[5:8], ""], "max_gen_toks": 30, "do_sample": False}),  # overlap
             (context, {"until": [answer[:2]], "max_gen_toks": 30, "temperature": 0.0}),
             (context, {"until": ["never"], "max_gen_toks": 3}),
         ]
     expected = [theirs.generate_until(ask("generate_until", one))[0] for one in requests]
     assert ours.generate_until(ask("generate_until", *requests)) == expected
     assert expected[0] == whole[0]
-    assert expected[1] == whole[0].split(whole[0][7:9])[0]
+    assert expected[1] == whole[0].split(whole[0][4:6])[0]
 
 
 def test_requests_that_are_sampled_differ_and_come_again() -> None:
