@@ -213,13 +213,14 @@ def test_texts_are_generated_and_cut_as_by_lm_evals_own_model() -> None:
         requests += [
             (context, {"max_gen_toks": 30}),
             (context, {"until": answer[4:6], "max_new_tokens": 30}),
-            (context, {"until": [answer[6:9], answer[5:8], ""], "max_gen_toks": 30, "do_sample": False}),  # overlap
+            (context, {"until": [answer[6:9], answer[5:8]], "max_gen_toks": 30, "do_sample": False}),  # overlap
             (context, {"until": [answer[:2]], "max_gen_toks": 30, "temperature": 0.0}),
             (context, {"until": ["never"], "max_gen_toks": 3}),
         ]
     expected = [theirs.generate_until(ask("generate_until", one))[0] for one in requests]
     assert ours.generate_until(ask("generate_until", *requests)) == expected
     assert expected[0] == whole[0]
+    assert ours.generate_until(ask("generate_until", (contexts[0], {"until": [""], "max_gen_toks": 30}))) == whole[:1]
     assert expected[1] == whole[0].split(whole[0][4:6])[0]
 
 
