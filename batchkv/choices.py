@@ -6,7 +6,8 @@ from dataclasses import replace
 
 import numpy as np
 
-from batchkv.sampling_params import RowParams
+from batchkv.errors import RowError
+from batchkv.sampling_params import RowParams, SamplingParams
 from batchkv.scoring import SCORING, Scored
 from batchkv.token_arena import TokenArena, TokenIds
 from batchkv.tokenization import Tokenizer, continuation_ids
@@ -25,6 +26,29 @@ class ChoiceTokens:
         if choices not in self._known:
             self._known[choices] = continuation_ids(choices, self._tokenizer)
         return self._known[choices]
+
+
+def check_choices(params: RowParams, tokenizer: Tokenizer | None, vocab_size: int) -> dict[int, RowError]:
+    """Rows, by number, whose choices cannot be scored."""
+    tokens = ChoiceTokens(tokenizer)
+    found = [_wrong_with_choices(one, tokens, tokenizer, vocab_size) for one in params.distinct]
+    return {row: error for row, number in enumerate(params.index.tolist()) if (error := found[number]) is not None}
+
+
+def _wrong_with_choices(
+    params: SamplingParams, tokens: ChoiceTokens, tokenizer: Tokenizer | None, vocab_size: int
+) -> RowError | None:
+    if not params.scores_choices:
+        return None
+    if tokenizer is None:
+        return RowError("bad_parameter", "choices are to be scored, but there is no tokenizer for them: name one")
+    for number, ids in enumerate(tokens.of(params.choices)):
+        if not len(ids):
+            return RowError("bad_parameter", f"choice {number} has no tokens")
+        if ids.max() >= vocab_size:
+            message = f"choice {number} has the token id {ids.max()}, must be from 0 to {vocab_size - 1}"
+            return RowError("bad_token_id", message)
+    return None
 
 
 def with_choices(wave: Wave, tokens: ChoiceTokens) -> Wave:

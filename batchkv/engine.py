@@ -163,10 +163,50 @@ class Engine:
         Raises:
             UserError: the job as a whole is unusable. What is wrong with single rows stands in their result.
         """
-        source, records = open_jobs(jobs), RecordsInMemory()
+        return self._run(open_jobs(jobs), sampling or SamplingParams(), limit, on_start, on_progress)
+
+    def score(
+        self,
+        jobs: Jobs,
+        *,
+        limit: int | None = None,
+        on_start: OnStart | None = None,
+        on_progress: OnProgress = no_progress,
+    ) -> pa.Table:
+        """Log-probabilities of the `continuation` (a text or token ids) of every row of a job, behind its prompt.
+
+        What contexts share, and what continuations of one context share, is computed once.
+
+        Args:
+            jobs: as in `run`, with a column `continuation`. A text is tokenized on its own, without special tokens.
+            limit: only the first rows.
+            on_start: as in `run`.
+            on_progress: as in `run`.
+
+        Returns:
+            One row per row of the job, in order: `token_ids` are the continuation's, `logprobs` theirs under
+            softmax(logits), `is_greedy` says whether greedy decoding gives the continuation.
+
+        Raises:
+            UserError: as in `run`; or there is no column `continuation`.
+        """
+        return self._run(open_jobs(jobs), SamplingParams(), limit, on_start, on_progress, only_scored=True)
+
+    def _run(
+        self,
+        source: JobSource,
+        sampling: SamplingParams,
+        limit: int | None,
+        on_start: OnStart | None,
+        on_progress: OnProgress,
+        *,
+        only_scored: bool = False,
+    ) -> pa.Table:
+        """A job whose result is a table."""
+        records = RecordsInMemory()
         run = self._execute(
             source,
-            sampling or SamplingParams(),
+            sampling,
             Ledger(records),
             None,
             lambda rows: [],
@@ -174,6 +214,8 @@ class Engine:
             on_start,
             on_progress,
             Snapshots(no_event, None),
+            on_rows=result_schema,
+            only_scored=only_scored,
         )
         blocks = result_blocks(source, run.rows, in_order(records.batches(), run.rows.num_rows, None), limit=limit)
         with run.metrics.timed("write"):
@@ -257,7 +299,9 @@ class Engine:
         on_progress: OnProgress,
         snapshots: Snapshots,
         on_event: OnEvent = no_event,
-        on_rows: Callable[[Rows], None] = lambda rows: None,
+        *,
+        on_rows: Callable[[Rows], object],
+        only_scored: bool = False,
     ) -> FinishedRun:
         """Every row of a job, to its records."""
         started = perf_counter()
@@ -273,10 +317,11 @@ class Engine:
             constraints,
             ledger.reject,
             metrics,
+            only_scored=only_scored,
             limit=limit,
             on_progress=on_progress,
         )
-        on_rows(rows)
+        on_rows(rows)  # finds out before any work whether there can be a result
         on_event("read", {"rows": rows.num_rows, "errors": ledger.num_errors, "outputs": rows.num_outputs})
         show = on_start(rows.num_outputs - len(ledger.done)) if on_start else _no_progress
 

@@ -159,7 +159,8 @@ class LaterRows:
         """The prompts of rows [len(picked)] that are about to run."""
         for i, row in enumerate(picked.tolist()):
             if row in self._continued:
-                self._prompts[row] = arena.row(i).copy()
+                score_from = int(self._rows.score_from[row])  # the continuation is that row's output
+                self._prompts[row] = arena.row(i)[: score_from if score_from >= 0 else None].copy()
 
     def needed(self, rows: Int64Array, samples: Int64Array) -> npt.NDArray[np.bool_]:
         """bool [outputs]: whether a row continues that sample of that row."""

@@ -61,11 +61,13 @@ def new_token_limits(wave: Wave, limits: Limits) -> npt.NDArray[np.int64]:
     wanted = wave.params.column(lambda params: params.max_tokens, np.int64)
     if limits.context_length is None:
         return wanted
-    return np.minimum(wanted, limits.context_length - wave.arena.lengths)
+    room = limits.context_length - wave.arena.lengths
+    return np.where(wave.scored.is_scored, wanted, np.minimum(wanted, room))  # what is scored is not put in
 
 
 def check_kv_budget(wave: Wave, layout: KVLayout, limits: Limits) -> dict[int, RowError]:
-    """Requests that take more KV than the budget has even when nothing else runs: `too_long`.
+    """Requests that take more KV than the budget has even when nothing else runs, or of which what is scored does not
+    fit into the model's context: `too_long`.
 
     Each group of layers has a pool that holds its largest request. Where requests are largest in different groups,
     those that need most go first.
@@ -77,7 +79,7 @@ def check_kv_budget(wave: Wave, layout: KVLayout, limits: Limits) -> dict[int, R
     total = needed.sum(axis=0)
     order = np.argsort(-total, kind="stable")
     pools = np.maximum.accumulate(needed[:, order[::-1]], axis=1)[:, ::-1].sum(axis=0)
-    errors: dict[int, RowError] = {}
+    errors = _behind_context(wave, limits)
     for request in order[pools > limits.kv_bytes].tolist():
         errors[request] = RowError(
             "too_long",
@@ -86,6 +88,21 @@ def check_kv_budget(wave: Wave, layout: KVLayout, limits: Limits) -> dict[int, R
             "lower max_tokens",
         )
     return dict(sorted(errors.items()))
+
+
+def _behind_context(wave: Wave, limits: Limits) -> dict[int, RowError]:
+    """Requests of choices that are scored: their prompts alone would fit."""
+    if limits.context_length is None:
+        return {}
+    too_long = np.flatnonzero(wave.scored.is_scored & (wave.arena.lengths > limits.context_length))
+    return {
+        request: RowError(
+            "too_long",
+            f"the prompt with a choice has {wave.arena.lengths[request] + 1} tokens, but the model's context of "
+            f"{limits.context_length} must hold all but the last",
+        )
+        for request in too_long.tolist()
+    }
 
 
 def _tokens_alone(wave: Wave, layout: KVLayout, new_tokens: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:

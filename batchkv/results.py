@@ -42,7 +42,7 @@ def _extra_columns(rows: Rows) -> list[str]:
         UserError: the job has columns of these names, too.
     """
     extra: list[str] = []
-    if (rows.score_from >= 0).any():
+    if rows.has_continuations:
         extra.append("is_greedy")
     if any(params.scores_choices for params in rows.params.distinct):
         extra.append("choice_logprobs")

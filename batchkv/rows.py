@@ -20,11 +20,13 @@ import numpy.typing as npt
 import polars as pl
 import pyarrow as pa
 
+from batchkv.choices import check_choices
 from batchkv.constraints import ConstraintChecks
 from batchkv.deferred import DeferredPrompts
 from batchkv.dependencies import Dependencies, find_dependencies
 from batchkv.errors import RowError, UserError
 from batchkv.io.carried import CarriedSchema, conformed
+from batchkv.io.columns import CONTINUATION_COLUMN
 from batchkv.io.dependencies import References
 from batchkv.io.job_blocks import job_blocks
 from batchkv.io.read import JobSource
@@ -53,6 +55,7 @@ class Rows:
         keys: uint64 [rows], from `random_numbers.row_key`.
         tenants: int32 [rows], rows of different ones share nothing.
         score_from: int32 [rows], where the continuation begins among the tokens of a row that has one, else -1.
+        has_continuations: whether the job has that column.
         dependencies: which rows wait for which; None if none does.
         deferred: the prompts of rows that wait. They have no tokens here.
         ids: string or int64 [rows], only if there are dependencies.
@@ -67,6 +70,7 @@ class Rows:
     keys: npt.NDArray[np.uint64]
     tenants: npt.NDArray[np.int32]
     score_from: npt.NDArray[np.int32]
+    has_continuations: bool
     dependencies: Dependencies | None
     deferred: DeferredPrompts
     ids: pa.Array | None
@@ -114,6 +118,7 @@ def take_in(
     reject: Reject,
     metrics: RunMetrics,
     *,
+    only_scored: bool = False,
     limit: int | None = None,
     on_progress: OnProgress = no_progress,
 ) -> Rows:
@@ -129,6 +134,7 @@ def take_in(
         constraints: looks at those of the rows.
         reject: called with the rows that cannot run, by row number, some at a time.
         metrics: times are added here.
+        only_scored: a row without a continuation is an error, a job without one is of no use.
         limit: only the first rows.
         on_progress: called with the number of rows so far.
 
@@ -137,7 +143,7 @@ def take_in(
     """
     with TemporaryFile(dir=scratch) as token_file:  # what is mapped outlasts it
         deferred = DeferredPrompts(scratch)
-        intake = _Intake(defaults, tokenizer, limits, token_file, deferred, constraints, reject, metrics)
+        intake = _Intake(defaults, tokenizer, limits, token_file, deferred, constraints, reject, metrics, only_scored)
         return _take_in(intake, source, limit, on_progress)
 
 
@@ -151,6 +157,8 @@ def _take_in(intake: _Intake, source: JobSource, limit: int | None, on_progress:
         intake.add(job)
         on_progress("tokenize", intake.num_rows, 0)
     check_columns(intake.columns)
+    if intake.only_scored and CONTINUATION_COLUMN not in intake.columns:
+        raise UserError("the job has no column continuation: name the one that holds what is to be scored so")
     rows = intake.finish()
     if intake.carried.is_mixed:  # before hours of work
         for block in (one.table for one in job_blocks(source, limit)):
@@ -194,6 +202,7 @@ class _Intake:
     constraints: ConstraintChecks
     reject: Reject
     metrics: RunMetrics
+    only_scored: bool = False
     num_rows: int = 0
     id_kind: IdKind | None = None
     is_batch: bool = False
@@ -242,6 +251,7 @@ class _Intake:
             keys=_joined(self._keys, np.uint64),
             tenants=_joined(self._tenants, np.int32),
             score_from=_joined(self._score_from, np.int32),
+            has_continuations=CONTINUATION_COLUMN in self.columns,
             dependencies=None,
             deferred=self.deferred,
             ids=None,
@@ -269,22 +279,28 @@ class _Intake:
         if self.tokenizer is None:
             errors |= _without_text(job, errors)
         errors |= dict.fromkeys((row for row in waiting if row in job.continuations), _WAITS_AND_SCORED)
+        if self.only_scored:
+            missing = (row for row in range(job.num_rows) if row not in job.continuations and row not in errors)
+            errors |= dict.fromkeys(missing, _NOT_SCORED)
         arena, score_from = self._with_continuations(arena, job, errors)
         errors |= check_prompts(
             arena,
             vocab_size=self.limits.vocab_size,
             context_length=self.limits.context_length,
+            is_scored=score_from >= 0,
             errors={*errors, *waiting},
         )
+        bad_choices = check_choices(job.params, self.tokenizer, self.limits.vocab_size)
+        errors |= {row: e for row, e in bad_choices.items() if row not in errors and row not in job.continuations}
         errors |= self.constraints.check(job.params, errors)
         lengths = arena.lengths.copy()
         lengths[list(errors)] = 0
         return arena.take(np.where(lengths > 0, np.arange(job.num_rows), -1)), score_from, errors
 
     def _with_continuations(
-        self, arena: TokenArena, job: Job, errors: Errors
+        self, arena: TokenArena, job: Job, errors: dict[int, RowError]
     ) -> tuple[TokenArena, npt.NDArray[np.int32]]:
-        """The prompts with what is scored after them, and where that begins."""
+        """The prompts with what is scored after them, and where that begins. Adds to the errors."""
         score_from = np.full(job.num_rows, -1, np.int32)
         scored = [row for row in job.continuations if row not in errors and arena.lengths[row]]
         if not scored:
@@ -292,6 +308,9 @@ class _Intake:
         rows = [arena.row(row) for row in range(arena.num_rows)]
         continuations = continuation_ids([job.continuations[row] for row in scored], self.tokenizer)
         for row, token_ids in zip(scored, continuations, strict=True):
+            if not len(token_ids):
+                errors[row] = RowError("bad_parameter", "the continuation has no tokens")
+                continue
             score_from[row] = len(rows[row])
             rows[row] = np.concatenate([rows[row], token_ids])
         return TokenArena.from_rows(rows), score_from
@@ -325,6 +344,7 @@ def _joined(parts: list[Any], dtype: type[np.generic]) -> npt.NDArray[Any]:
     return np.concatenate([np.zeros(0, dtype), *parts])
 
 
+_NOT_SCORED = RowError("bad_parameter", "the row has no continuation to be scored: it is null")
 _WAITS_AND_SCORED = RowError("bad_parameter", "a row with a continuation to be scored cannot wait for other rows")
 
 

@@ -68,22 +68,29 @@ def check_prompts(
     *,
     vocab_size: int,
     context_length: int | None,
+    is_scored: npt.NDArray[np.bool_] | None = None,
     errors: Container[int] = (),
 ) -> dict[int, RowError]:
     """What the model cannot take, by row number: `empty_prompt`, `bad_token_id` and `too_long`.
 
-    A prompt must leave room for one generated token. Rows that are in `errors` already are not looked at.
+    A prompt must leave room for one generated token. Of a row that is scored (bool [rows], none by default), which has
+    its continuation behind the prompt, the last token is not computed and may be behind the context. Rows that are in
+    `errors` already are not looked at.
     """
     found: dict[int, RowError] = {}
     lengths = arena.lengths
+    scored = np.zeros(len(lengths), np.bool_) if is_scored is None else is_scored
     for row in np.flatnonzero(lengths == 0).tolist():
         found[row] = RowError("empty_prompt", "the prompt has no tokens")
     if context_length is not None:
-        for row in np.flatnonzero(lengths >= context_length).tolist():
+        for row in np.flatnonzero(lengths >= np.where(scored, context_length + 2, context_length)).tolist():
             found[row] = RowError(
                 "too_long",
-                f"the prompt has {lengths[row]} tokens, but the model's context of {context_length} "
-                f"must hold it and one generated token",
+                f"prompt and continuation have {lengths[row]} tokens, but the model's context of {context_length} "
+                "must hold all but the last"
+                if scored[row]
+                else f"the prompt has {lengths[row]} tokens, but the model's context of {context_length} "
+                "must hold it and one generated token",
             )
     for row, token in zip(*(column.tolist() for column in arena.tokens_outside(vocab_size)), strict=True):
         message = f"the prompt holds the token id {token}, must be from 0 to {vocab_size - 1}"

@@ -116,8 +116,8 @@ class Writer:
             text=text,
             token_ids=completion.token_ids,
             logprobs=completion.logprobs if params.logprobs else None,
-            num_prompt_tokens=int(self._wave.arena.lengths[request]),
-            num_cached_tokens=int(self._cached[output]),
+            num_prompt_tokens=self._prompt_tokens(request),
+            num_cached_tokens=self._cached_tokens(output),
             num_generated_tokens=0 if completion.is_greedy is not None else len(completion.token_ids),
             is_greedy=None if completion.is_greedy is None else bool(completion.is_greedy.all()),
         )
@@ -135,8 +135,6 @@ class Writer:
         in_order = [scored[i] for i in range(len(scored))]
         totals = np.array([one.logprobs.sum(dtype=np.float64) for _, one in in_order])
         best = int(totals.argmax())
-        prompt_tokens = int(self._wave.scored.score_from[request])
-        computed = sum(self._computed(place) for place, _ in in_order)
         return Record(
             row=row,
             sample=0,
@@ -144,14 +142,19 @@ class Writer:
             text=params.choices[best],
             token_ids=in_order[best][1].token_ids,
             logprobs=in_order[best][1].logprobs if params.logprobs else None,
-            num_prompt_tokens=prompt_tokens,
-            num_cached_tokens=max(prompt_tokens - computed, 0),
+            num_prompt_tokens=self._prompt_tokens(request),
+            num_cached_tokens=min(self._cached_tokens(place) for place, _ in in_order),  # one of them computes the rest
             choice_logprobs=totals.astype(np.float32),
         )
 
-    def _computed(self, output: int) -> int:
-        """Prompt tokens computed for an output."""
-        return int(self._wave.arena.lengths[self._wave.output_request[output]] - self._cached[output])
+    def _prompt_tokens(self, request: int) -> int:
+        """Without what is scored behind the prompt."""
+        score_from = int(self._wave.scored.score_from[request])
+        return score_from if score_from >= 0 else int(self._wave.arena.lengths[request])
+
+    def _cached_tokens(self, output: int) -> int:
+        """Prompt tokens not computed for an output: they are the first ones."""
+        return min(int(self._cached[output]), self._prompt_tokens(int(self._wave.output_request[output])))
 
 
 def with_summary(schema: pa.Schema, summary: Mapping[str, Any]) -> pa.Schema:

@@ -8,12 +8,14 @@ taken in turn, as the speed of a shared machine drifts.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 from statistics import median
 from time import perf_counter
 from typing import Annotated
 
 import numpy as np
 import numpy.typing as npt
+import pyarrow as pa
 import torch
 import typer
 from transformers import PreTrainedModel
@@ -21,9 +23,20 @@ from transformers import PreTrainedModel
 from batchkv.engine import Engine
 from batchkv.model_loader import load_model, resolve_model
 from benchmarks.machine import describe, load_average
-from tests.scored_jobs import Row, run_rows
 
 Logprobs = list[npt.NDArray[np.float32]]
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """Tokens before, and those to score after them."""
+
+    context: tuple[int, ...]
+    continuation: tuple[int, ...]
+
+    @property
+    def tokens(self) -> tuple[int, ...]:
+        return self.context + self.continuation
 
 
 def make_rows(prompts: int, prompt_tokens: int, continuations: int, continuation_tokens: int, vocab: int) -> list[Row]:
@@ -38,9 +51,12 @@ def make_rows(prompts: int, prompt_tokens: int, continuations: int, continuation
 
 
 def score_shared(engine: Engine, rows: list[Row]) -> Logprobs:
-    """Ours."""
-    completions = run_rows(engine, rows).completions
-    return [completion.logprobs for completion in completions if completion is not None]
+    """Ours, from a table of token ids to a table."""
+    job = pa.table(
+        {"prompt_token_ids": [row.context for row in rows], "continuation": [row.continuation for row in rows]}
+    )
+    logprobs = engine.score(job).column("logprobs").combine_chunks()
+    return np.split(np.asarray(logprobs.flatten()), np.asarray(logprobs.offsets)[1:-1])
 
 
 @torch.inference_mode()

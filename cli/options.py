@@ -52,6 +52,9 @@ MinP = Annotated[float, _option("Drop tokens below this share of the likeliest o
 Seed = Annotated[int, _option("Samples depend on seed, row id, sample and position only.", _SAMPLING)]
 Stop = Annotated[list[str] | None, _option("A string that ends the text; repeatable.", _SAMPLING)]
 Logprobs = Annotated[bool, _option("Return log-probabilities of the sampled tokens.", _SAMPLING, "--logprobs")]
+ChoiceMode = Annotated[
+    str, _option("How one of a row's choices is found: generate, or score compares their log-probabilities.", _SAMPLING)
+]
 
 DEFAULTS = SamplingParams()
 

@@ -32,11 +32,12 @@ def plan(
     n: options.N = options.DEFAULTS.n,
     max_tokens: options.MaxTokens = options.DEFAULTS.max_tokens,
     temperature: options.Temperature = options.DEFAULTS.temperature,
+    choice_mode: options.ChoiceMode = options.DEFAULTS.choice_mode,
     limit: options.Limit = None,
     output_format: Annotated[Format, typer.Option("--format", help="text or json.")] = Format.text,
 ) -> None:
     """Show what `run` would do: shared prefixes, prefill, KV peak. Loads no weights."""
-    sampling = options.sampling_params(n=n, max_tokens=max_tokens, temperature=temperature)
+    sampling = options.sampling_params(n=n, max_tokens=max_tokens, temperature=temperature, choice_mode=choice_mode)
     import batchkv
 
     with ProgressBar() as bar:

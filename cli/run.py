@@ -51,6 +51,7 @@ def run(
     seed: options.Seed = options.DEFAULTS.seed,
     stop: options.Stop = None,
     logprobs: options.Logprobs = False,
+    choice_mode: options.ChoiceMode = options.DEFAULTS.choice_mode,
     limit: options.Limit = None,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace results that are there.")] = False,
     allow_row_errors: Annotated[
@@ -76,6 +77,7 @@ def run(
         seed=seed,
         stop=tuple(stop or ()),
         logprobs=logprobs,
+        choice_mode=choice_mode,
     )
     with RunLog(log) as run_log, open_run_folder(out, overwrite=overwrite) as folder, _saying_how_to_go_on(folder):
         engine, import_s = _load_engine(

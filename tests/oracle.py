@@ -29,3 +29,15 @@ def generate_alone(
         )
     tokens: list[int] = output[0, input_ids.shape[1] :].tolist()
     return tokens
+
+
+def score_alone(
+    model: PreTrainedModel, context: Sequence[int], continuation: Sequence[int]
+) -> tuple[npt.NDArray[np.float64], npt.NDArray[np.bool_]]:
+    """Log-probabilities of tokens behind others, and whether each is the likeliest."""
+    tokens = torch.tensor([[*context, *continuation]])
+    with torch.no_grad():
+        logits = model(tokens[:, :-1]).logits[0, len(context) - 1 :].double()
+    target = tokens[0, len(context) :]
+    logprobs = logits.log_softmax(-1).gather(1, target[:, None])[:, 0]
+    return logprobs.numpy(), (logits.argmax(-1) == target).numpy()

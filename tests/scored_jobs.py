@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from batchkv.engine import Engine
+from batchkv.errors import RowError
 from batchkv.job_plan import Plan
 from batchkv.metrics import RunMetrics
 from batchkv.preparation import PreparedWave, prepare_wave
@@ -64,7 +65,16 @@ def run_rows(
     metrics = RunMetrics()
     prepared = prepare_rows(engine, rows, generated or SamplingParams(max_tokens=6))
     completions: dict[int, Completion | None] = {}
-    engine.execute_wave(prepared, completions.update, metrics, lambda ended, tokens: None)
+
+    def note(ended: Sequence[tuple[int, Completion | RowError]]) -> None:
+        completions.update((i, one if isinstance(one, Completion) else None) for i, one in ended)
+
+    memory = prepared.plan.memory
+    runner = engine.new_runner(memory.pool_pages, memory.page_size)
+    try:
+        engine.execute(prepared, runner, None, note, metrics)
+    finally:
+        runner.release()
     first = np.searchsorted(prepared.wave.output_request, np.arange(len(rows)))
     of_rows = [completions[sequence] for sequence in prepared.plan.sequences.output_sequence[first].tolist()]
     return Outcome(of_rows, prepared.plan, metrics)

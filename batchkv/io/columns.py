@@ -28,6 +28,7 @@ PARAMETER_COLUMNS = (
     "choices",
     "regex",
     "json_schema",
+    "choice_mode",
 )
 PARAMETER_STRUCT = "sampling_params"
 TENANT_COLUMN = "tenant"

@@ -217,4 +217,5 @@ _PARSERS: dict[str, Callable[[str, object], Any]] = {
     "choices": _choices,
     "regex": _text,
     "json_schema": _schema,
+    "choice_mode": _text,
 }
