@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, cast
 
 import llguidance
-import llguidance.hf
 import numpy as np
 import numpy.typing as npt
 
@@ -120,13 +119,15 @@ class Grammars:
     ) -> None:
         if not getattr(tokenizer, "is_fast", False):
             raise ValueError(f"{type(tokenizer).__name__} is no fast tokenizer")
+        from llguidance.hf import from_tokenizer  # brings transformers with it
+
         size = max(vocab_size, len(tokenizer))
         if not end_token_ids and tokenizer.eos_token_id is not None:
             end_token_ids = (tokenizer.eos_token_id,)
         ends = [token for token in end_token_ids if token < size]
         # Where nothing ends a text, the compiler still wants a token that does; it is never allowed.
         stand_in = [] if ends else [next(iter(tokenizer.all_special_ids), 0)]
-        self.tokenizer = llguidance.hf.from_tokenizer(
+        self.tokenizer = from_tokenizer(
             cast("PreTrainedTokenizerFast", tokenizer), n_vocab=size, eos_token=ends or stand_in
         )
         self.words = -(-size // 32)

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass, replace
-from pathlib import Path
 from time import perf_counter
 from typing import Any
 
@@ -23,7 +21,7 @@ from batchkv.config import DEFAULT_MODEL, EngineConfig, parse_memory_size
 from batchkv.constraints import ConstraintChecks, Grammars
 from batchkv.endings import Endings
 from batchkv.errors import UserError
-from batchkv.executor import Executor, Kept, OnEnded, Progress
+from batchkv.executor import Executor, Kept, OnEnded
 from batchkv.fingerprint import model_fingerprint, tokenizer_fingerprint
 from batchkv.io.read import Jobs, JobSource, open_jobs
 from batchkv.job_plan import JobPlan
@@ -55,13 +53,13 @@ from batchkv.parity_probe import check_parity
 from batchkv.plan_job import plan_job
 from batchkv.planner import Limits
 from batchkv.preparation import ModelFacts, PreparedWave
-from batchkv.progress import OnProgress, no_progress
+from batchkv.progress import NOBODY, OnProgress, OnStep, Watch, no_progress, no_step
 from batchkv.random_numbers import stream_keys
 from batchkv.records import Record, RecordsInMemory
 from batchkv.results import in_order, response_lines, result_blocks, result_schema
-from batchkv.rows import Rows, take_in
+from batchkv.rows import take_in
 from batchkv.run_folder import RunFolder
-from batchkv.run_log import OnEvent, Snapshots, no_event
+from batchkv.run_log import Snapshots
 from batchkv.sampler import SamplingBatch
 from batchkv.sampling_params import SamplingParams
 from batchkv.stopping import end_token_ids as find_end_token_ids
@@ -69,11 +67,10 @@ from batchkv.summary import FinishedRun
 from batchkv.wave import Int64Array
 from batchkv.writer import with_summary
 
-OnStart = Callable[[int], Progress]  # with the number of outputs to be computed
 
-
-def _no_progress(ended: int, generated: int) -> None:
-    pass
+def _nothing_earlier(rows: Int64Array) -> list[Record]:
+    """No run was interrupted."""
+    return []
 
 
 class Engine:
@@ -130,12 +127,11 @@ class Engine:
     def plan(self, jobs: Jobs, sampling: SamplingParams | None = None, *, limit: int | None = None) -> JobPlan:
         """What `run` would do."""
         return plan_job(
-            open_jobs(jobs),
+            open_jobs(jobs, limit),
             sampling or SamplingParams(),
             self.tokenizer,
             self._facts,
             self.limits(),
-            limit=limit,
         )
 
     def run(
@@ -144,8 +140,7 @@ class Engine:
         sampling: SamplingParams | None = None,
         *,
         limit: int | None = None,
-        on_start: OnStart | None = None,
-        on_progress: OnProgress = no_progress,
+        watch: Watch = NOBODY,
     ) -> pa.Table:
         """Generates for every row of a job.
 
@@ -153,8 +148,7 @@ class Engine:
             jobs: a path, a glob, several paths, a pyarrow table or a polars frame.
             sampling: parameters of the rows that do not set their own.
             limit: only the first rows.
-            on_start: called when the job is read, before it is executed; what it returns is called after every step.
-            on_progress: called while the job is read, tokenized and planned.
+            watch: told how far it is.
 
         Returns:
             One row per (row, sample) in the order of the job. The summary is JSON in the schema's metadata under
@@ -163,16 +157,9 @@ class Engine:
         Raises:
             UserError: the job as a whole is unusable. What is wrong with single rows stands in their result.
         """
-        return self._run(open_jobs(jobs), sampling or SamplingParams(), limit, on_start, on_progress)
+        return self._run(open_jobs(jobs, limit), sampling or SamplingParams(), watch)
 
-    def score(
-        self,
-        jobs: Jobs,
-        *,
-        limit: int | None = None,
-        on_start: OnStart | None = None,
-        on_progress: OnProgress = no_progress,
-    ) -> pa.Table:
+    def score(self, jobs: Jobs, *, limit: int | None = None, watch: Watch = NOBODY) -> pa.Table:
         """Log-probabilities of the `continuation` (a text or token ids) of every row of a job, behind its prompt.
 
         What contexts share, and what continuations of one context share, is computed once.
@@ -180,8 +167,7 @@ class Engine:
         Args:
             jobs: as in `run`, with a column `continuation`. A text is tokenized on its own, without special tokens.
             limit: only the first rows.
-            on_start: as in `run`.
-            on_progress: as in `run`.
+            watch: told how far it is.
 
         Returns:
             One row per row of the job, in order: `token_ids` are the continuation's, `logprobs` theirs under
@@ -190,37 +176,7 @@ class Engine:
         Raises:
             UserError: as in `run`; or there is no column `continuation`.
         """
-        return self._run(open_jobs(jobs), SamplingParams(), limit, on_start, on_progress, only_scored=True)
-
-    def _run(
-        self,
-        source: JobSource,
-        sampling: SamplingParams,
-        limit: int | None,
-        on_start: OnStart | None,
-        on_progress: OnProgress,
-        *,
-        only_scored: bool = False,
-    ) -> pa.Table:
-        """A job whose result is a table."""
-        records = RecordsInMemory()
-        run = self._execute(
-            source,
-            sampling,
-            Ledger(records),
-            None,
-            lambda rows: [],
-            limit,
-            on_start,
-            on_progress,
-            Snapshots(no_event, None),
-            on_rows=result_schema,
-            only_scored=only_scored,
-        )
-        blocks = result_blocks(source, run.rows, in_order(records.batches(), run.rows.num_rows, None), limit=limit)
-        with run.metrics.timed("write"):
-            table = pa.concat_tables(blocks)
-        return table.replace_schema_metadata(with_summary(table.schema, run.summary()).metadata)
+        return self._run(open_jobs(jobs, limit), SamplingParams(), watch, only_scored=True)
 
     def run_into(
         self,
@@ -229,16 +185,13 @@ class Engine:
         sampling: SamplingParams | None = None,
         *,
         limit: int | None = None,
-        on_start: OnStart | None = None,
-        on_progress: OnProgress = no_progress,
-        on_event: OnEvent = no_event,
+        watch: Watch = NOBODY,
     ) -> dict[str, Any]:
         """`run` with the result in a file. What is finished is kept if it is interrupted, and is not computed again
         when the same job is run into the same folder.
 
         Args:
             folder: where the results go, and until then what is finished.
-            on_event: told what happens, without any row's text (`run_log`).
 
         Returns:
             The summary.
@@ -246,61 +199,54 @@ class Engine:
         Raises:
             UserError: as in `run`; or the folder holds another job, or cannot be written.
         """
-        source, sampling = open_jobs(jobs), sampling or SamplingParams()
-        manifest = self._manifest(source, sampling, limit)
-        if (published := folder.begin(manifest)) is not None:
+        source, sampling = open_jobs(jobs, limit), sampling or SamplingParams()
+        if (published := folder.begin(self._manifest(source, sampling))) is not None:
             return published
         with folder.records() as records:
             ledger = Ledger(records, *folder.done())
-            on_event("started", {"batchkv": __version__, "model": self.config.model, "resumed": len(ledger.done)})
-            run = self._execute(
-                source,
-                sampling,
-                ledger,
-                folder.path,
-                folder.records_of,
-                limit,
-                on_start,
-                on_progress,
-                Snapshots(on_event, folder.metrics),
-                on_event,
-                on_rows=folder.check_columns,
-            )
-        on_event("publishing", {"rows": run.rows.num_rows})
+            watch.on_event("started", {"batchkv": __version__, "model": self.config.model, "resumed": len(ledger.done)})
+            run = self._execute(source, sampling, ledger, watch, folder=folder)
+        watch.on_event("publishing", {"rows": run.rows.num_rows})
         with run.metrics.timed("write"):
-            ordered = in_order(folder.batches(), run.rows.num_rows, folder.path)
-            if run.rows.is_batch:
-                lines = response_lines(
-                    source,
-                    run.rows,
-                    ordered,
-                    self.tokenizer,
-                    created=folder.begun_at,
-                    run_id=folder.run_id,
-                    served_model=self.config.model,
-                    limit=limit,
-                )
-                folder.publish_lines(lines, run.summary())
-            else:
-                blocks = result_blocks(source, run.rows, ordered, limit=limit)
-                folder.publish(blocks, with_summary(result_schema(run.rows), run.summary()), run.summary())
-        on_event("finished", run.summary())
+            self._publish(folder, source, run)
+        watch.on_event("finished", run.summary())
         return run.summary()
+
+    def _run(self, source: JobSource, sampling: SamplingParams, watch: Watch, *, only_scored: bool = False) -> pa.Table:
+        """A job whose result is a table."""
+        records = RecordsInMemory()
+        run = self._execute(source, sampling, Ledger(records), watch, only_scored=only_scored)
+        blocks = result_blocks(source, run.rows, in_order(records.batches(), run.rows.num_rows, None))
+        with run.metrics.timed("write"):
+            table = pa.concat_tables(blocks)
+        return table.replace_schema_metadata(with_summary(table.schema, run.summary()).metadata)
+
+    def _publish(self, folder: RunFolder, source: JobSource, run: FinishedRun) -> None:
+        """The result of a job whose records are in its folder."""
+        ordered = in_order(folder.batches(), run.rows.num_rows, folder.path)
+        if not run.rows.is_batch:
+            schema = with_summary(result_schema(run.rows), run.summary())
+            folder.publish(result_blocks(source, run.rows, ordered), schema, run.summary())
+            return
+        lines = response_lines(
+            source,
+            run.rows,
+            ordered,
+            self.tokenizer,
+            created=folder.begun_at,
+            run_id=folder.run_id,
+            served_model=self.config.model,
+        )
+        folder.publish_lines(lines, run.summary())
 
     def _execute(
         self,
         source: JobSource,
         sampling: SamplingParams,
         ledger: Ledger,
-        scratch: Path | None,
-        earlier: Callable[[Int64Array], Sequence[Record]],
-        limit: int | None,
-        on_start: OnStart | None,
-        on_progress: OnProgress,
-        snapshots: Snapshots,
-        on_event: OnEvent = no_event,
+        watch: Watch,
         *,
-        on_rows: Callable[[Rows], object],
+        folder: RunFolder | None = None,
         only_scored: bool = False,
     ) -> FinishedRun:
         """Every row of a job, to its records."""
@@ -313,23 +259,24 @@ class Engine:
             sampling,
             self.tokenizer,
             self._facts.prompt_limits,
-            scratch,
+            folder.path if folder else None,
             constraints,
             ledger.reject,
             metrics,
             only_scored=only_scored,
-            limit=limit,
-            on_progress=on_progress,
+            on_progress=watch.on_progress,
         )
-        on_rows(rows)  # finds out before any work whether there can be a result
-        on_event("read", {"rows": rows.num_rows, "errors": ledger.num_errors, "outputs": rows.num_outputs})
-        show = on_start(rows.num_outputs - len(ledger.done)) if on_start else _no_progress
+        (folder.check_columns if folder else result_schema)(rows)  # before any work: can there be a result?
+        numbers = {"rows": rows.num_rows, "errors": ledger.num_errors, "outputs": rows.num_outputs}
+        watch.on_event("read", numbers)
+        show = watch.on_start(rows.num_outputs - len(ledger.done))
+        snapshots = Snapshots(watch.on_event, folder.metrics if folder else None)
 
-        def progress(ended: int, generated: int) -> None:
+        def after_step(ended: int, generated: int) -> None:
             show(ended, generated)
             snapshots.after_step(metrics, ledger)
 
-        on_progress("plan", 0, 0)
+        watch.on_progress("plan", 0, 0)
         run = JobRun(
             rows=rows,
             ledger=ledger,
@@ -338,9 +285,10 @@ class Engine:
             tokenizer=self.tokenizer,
             detokenize=self._detokenize,
             metrics=metrics,
-            on_event=on_event,
+            on_event=watch.on_event,
         )
-        totals = run.run(_Machine(self, metrics, progress, constraints), earlier)
+        earlier = folder.records_of if folder else _nothing_earlier
+        totals = run.run(_Machine(self, metrics, after_step, constraints), earlier)
         metrics.elapsed_s = metrics.load_s + perf_counter() - started
         return FinishedRun(rows, ledger, totals, metrics, self._how(metrics))
 
@@ -365,7 +313,7 @@ class Engine:
         cache: KVCache | None,
         on_ended: OnEnded,
         metrics: RunMetrics,
-        progress: Progress = _no_progress,
+        progress: OnStep = no_step,
         grammars: Grammars | None = None,
     ) -> list[Kept]:
         """Computes all outputs of a wave.
@@ -394,11 +342,11 @@ class Engine:
             finally:
                 executor.release()
 
-    def _manifest(self, source: JobSource, sampling: SamplingParams, limit: int | None) -> Manifest:
+    def _manifest(self, source: JobSource, sampling: SamplingParams) -> Manifest:
         return Manifest.of(
             batchkv=__version__,
             **{f"job {file['file']}": file for file in source.fingerprint()},
-            limit=limit,
+            limit=source.limit,
             model={"name": self.config.model, "weights": self._fingerprint or model_fingerprint(self.model)},
             tokenizer={"rules": tokenizer_fingerprint(self.tokenizer)},
             dtype=str(self.model.dtype),
@@ -428,7 +376,7 @@ class Engine:
         cache: KVCache | None,
         on_ended: OnEnded,
         metrics: RunMetrics,
-        progress: Progress,
+        progress: OnStep,
         grammars: Grammars | None,
     ) -> Executor:
         wave, sequences = prepared.wave, prepared.plan.sequences
@@ -474,7 +422,7 @@ class _Machine:
 
     engine: Engine
     metrics: RunMetrics
-    progress: Progress
+    progress: OnStep
     constraints: ConstraintChecks
 
     def new_runner(self, pool_pages: tuple[int, ...], page_size: int) -> ModelRunner:
@@ -572,12 +520,11 @@ def plan(
     facts = _facts(model_config, storage_dtype(engine_config.kv_dtype, dtype))
     kv_bytes = kv_budget_bytes(engine_config, device)
     return plan_job(
-        open_jobs(jobs),
+        open_jobs(jobs, limit),
         sampling or SamplingParams(),
         _tokenizer(model, tokenizer),
         facts,
         facts.plan_limits(engine_config, kv_bytes=kv_bytes, device_type=device.type),
-        limit=limit,
         on_progress=on_progress,
     )
 

@@ -27,6 +27,7 @@ from batchkv.kv_layout import KVLayout
 from batchkv.matchers import Matchers
 from batchkv.metrics import RunMetrics
 from batchkv.model_runner import ModelRunner
+from batchkv.progress import OnStep
 from batchkv.sampler import SamplingBatch, sample, score
 from batchkv.scheduler import Scheduler
 from batchkv.scoring import Scores, build_score_table
@@ -37,7 +38,6 @@ from batchkv.transfers import HostCopies
 from batchkv.writer import Completion
 
 Int64Array = npt.NDArray[np.int64]
-Progress = Callable[[int, int], None]  # (sequences that ended, tokens generated) since the last call
 # Sequences that ended, each with its completion, or with what kept it from one.
 OnEnded = Callable[[Sequence[tuple[int, Completion | RowError]]], None]
 _BAD_LOGITS = RowError("bad_logits", "the model's logits were not finite: try --dtype float32")
@@ -103,7 +103,7 @@ class Executor:
         overlap: bool,
         metrics: RunMetrics,
         on_ended: OnEnded,
-        progress: Progress,
+        progress: OnStep,
         cache: KVCache | None = None,
         matchers: Matchers | None = None,
     ) -> None:

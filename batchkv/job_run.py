@@ -22,9 +22,9 @@ from batchkv.metrics import RunMetrics
 from batchkv.model_runner import ModelRunner
 from batchkv.planner import Limits
 from batchkv.preparation import ModelFacts, PreparedWave, prepare_wave
+from batchkv.progress import OnEvent
 from batchkv.records import Record
 from batchkv.rows import Rows
-from batchkv.run_log import OnEvent
 from batchkv.token_arena import TokenArena
 from batchkv.turns import DecodingTokenizer
 from batchkv.wave import Int64Array

@@ -33,7 +33,6 @@ def plan_job(
     facts: ModelFacts,
     limits: Limits,
     *,
-    limit: int | None = None,
     on_progress: OnProgress = no_progress,
 ) -> JobPlan:
     """Reads and plans a job; arguments as of `take_in` and `prepare_wave`."""
@@ -51,7 +50,6 @@ def plan_job(
         ConstraintChecks(tokenizer, facts.vocab_size, facts.end_token_ids),
         reject,
         RunMetrics(),
-        limit=limit,
         on_progress=on_progress,
     )
     on_progress("plan", 0, 0)

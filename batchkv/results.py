@@ -52,16 +52,13 @@ def _extra_columns(rows: Rows) -> list[str]:
     return extra
 
 
-def result_blocks(
-    source: JobSource, rows: Rows, ordered: Iterable[pa.Table], *, limit: int | None = None
-) -> Iterator[pa.Table]:
+def result_blocks(source: JobSource, rows: Rows, ordered: Iterable[pa.Table]) -> Iterator[pa.Table]:
     """The result, a block of rows of the job at a time.
 
     Args:
         source: the job, for ids and carried columns.
         rows: the rows of it.
         ordered: from `in_order`.
-        limit: as in `take_in`.
 
     Raises:
         RuntimeError: a sample has no record.
@@ -70,7 +67,7 @@ def result_blocks(
     first = 0
     wanted = rows.outputs_of_rows()
     schema, extra = result_schema(rows), _extra_columns(rows)
-    for one in job_blocks(source, limit):
+    for one in job_blocks(source):
         block = one.table
         found = cursor.take(first + block.num_rows)
         row = found.column("row").to_numpy() - first
@@ -96,7 +93,6 @@ def response_lines(
     created: int,
     run_id: str,
     served_model: str,
-    limit: int | None = None,
 ) -> Iterator[str]:
     """The responses to a job of OpenAI Batch requests, as JSON without line ends; arguments as of `result_blocks`.
 
@@ -108,8 +104,8 @@ def response_lines(
     """
     from batchkv.io.openai_batch import response_lines as lines_of
 
-    requests = (one.requests for one in job_blocks(source, limit))
-    for asked, block in zip(requests, result_blocks(source, rows, ordered, limit=limit), strict=True):
+    requests = (one.requests for one in job_blocks(source))
+    for asked, block in zip(requests, result_blocks(source, rows, ordered), strict=True):
         if asked is not None:
             yield from lines_of(
                 asked, block, created=created, run_id=run_id, tokenizer=tokenizer, served_model=served_model

@@ -119,7 +119,6 @@ def take_in(
     metrics: RunMetrics,
     *,
     only_scored: bool = False,
-    limit: int | None = None,
     on_progress: OnProgress = no_progress,
 ) -> Rows:
     """Reads, checks and tokenizes a job.
@@ -135,7 +134,6 @@ def take_in(
         reject: called with the rows that cannot run, by row number, some at a time.
         metrics: times are added here.
         only_scored: a row without a continuation is an error, a job without one is of no use.
-        limit: only the first rows.
         on_progress: called with the number of rows so far.
 
     Raises:
@@ -144,12 +142,12 @@ def take_in(
     with TemporaryFile(dir=scratch) as token_file:  # what is mapped outlasts it
         deferred = DeferredPrompts(scratch)
         intake = _Intake(defaults, tokenizer, limits, token_file, deferred, constraints, reject, metrics, only_scored)
-        return _take_in(intake, source, limit, on_progress)
+        return _take_in(intake, source, on_progress)
 
 
-def _take_in(intake: _Intake, source: JobSource, limit: int | None, on_progress: OnProgress) -> Rows:
+def _take_in(intake: _Intake, source: JobSource, on_progress: OnProgress) -> Rows:
     started = perf_counter()
-    for block, requests in ((one.table, one.requests) for one in job_blocks(source, limit)):
+    for block, requests in ((one.table, one.requests) for one in job_blocks(source)):
         intake.is_batch = requests is not None
         job = check_rows(block, intake.defaults, first_row=intake.num_rows, id_kind=intake.id_kind)
         intake.carried.add(job.carried.schema, block.where)
@@ -161,9 +159,9 @@ def _take_in(intake: _Intake, source: JobSource, limit: int | None, on_progress:
         raise UserError("the job has no column continuation: name the one that holds what is to be scored so")
     rows = intake.finish()
     if intake.carried.is_mixed:  # before hours of work
-        for block in (one.table for one in job_blocks(source, limit)):
+        for block in (one.table for one in job_blocks(source)):
             conformed(carried_columns(block), rows.carried, block.num_rows, block.where)
-    twins = _rows_with_taken_ids(intake, source, limit)
+    twins = _rows_with_taken_ids(intake, source)
     intake.reject(
         {
             row: RowError("duplicate_id", f"row {row} has the id of row {twin}: make ids unique")
@@ -171,17 +169,17 @@ def _take_in(intake: _Intake, source: JobSource, limit: int | None, on_progress:
         }
     )
     intake.failed.append(np.fromiter(twins, np.int64))
-    rows = _with_dependencies(replace(rows, arena=rows.arena.with_rows_dropped(twins)), intake, source, limit)
+    rows = _with_dependencies(replace(rows, arena=rows.arena.with_rows_dropped(twins)), intake, source)
     intake.metrics.read_s += perf_counter() - started - intake.metrics.tokenize_s
     return rows
 
 
-def _with_dependencies(rows: Rows, intake: _Intake, source: JobSource, limit: int | None) -> Rows:
+def _with_dependencies(rows: Rows, intake: _Intake, source: JobSource) -> Rows:
     """The rows with what they wait for; those that wait in vain are rejected."""
     if not len(rows.deferred):
         return rows
     ids: list[pa.Array] = []
-    for block in (one.table for one in job_blocks(source, limit)):
+    for block in (one.table for one in job_blocks(source)):
         ids.append(read_ids(block, sum(map(len, ids)), rows.id_kind)[0])
     all_ids = pa.concat_arrays(ids)
     failed = np.concatenate(intake.failed).tolist()
@@ -355,7 +353,7 @@ def _without_text(job: Job, errors: Errors) -> dict[int, RowError]:
     return {row: error for row in np.flatnonzero(has_stop).tolist() if row not in errors}
 
 
-def _rows_with_taken_ids(intake: _Intake, source: JobSource, limit: int | None) -> dict[int, int]:
+def _rows_with_taken_ids(intake: _Intake, source: JobSource) -> dict[int, int]:
     """Rows whose id an earlier row has, and which row that is."""
     if not intake.id_hashes:
         return {}
@@ -369,7 +367,7 @@ def _rows_with_taken_ids(intake: _Intake, source: JobSource, limit: int | None) 
     first: dict[object, int] = {}
     taken: dict[int, int] = {}
     row, kind = 0, None
-    for block in (one.table for one in job_blocks(source, limit)):
+    for block in (one.table for one in job_blocks(source)):
         ids, kind, _ = read_ids(block, row, kind)
         for suspect in suspects[
             np.searchsorted(suspects, row) : np.searchsorted(suspects, row + block.num_rows)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from datetime import UTC, datetime
 from pathlib import Path
 from time import monotonic
@@ -17,14 +17,9 @@ from typing import IO, Any
 from batchkv.errors import UserError
 from batchkv.ledger import Ledger
 from batchkv.metrics import RunMetrics
+from batchkv.progress import OnEvent
 
-# (what happened, numbers and names that tell more)
-OnEvent = Callable[[str, Mapping[str, Any]], None]
 _SNAPSHOT_SECONDS = 5.0
-
-
-def no_event(event: str, fields: Mapping[str, Any]) -> None:
-    """Nobody watches."""
 
 
 class RunLog:

@@ -7,7 +7,7 @@ import sys
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from batchkv.executor import Progress
+    from batchkv.progress import OnStep
 
 
 def say(text: str) -> None:
@@ -39,7 +39,7 @@ class ProgressBar:
         self._bar.total = total or None
         self._bar.update(done - self._bar.n)
 
-    def start(self, num_sequences: int) -> Progress:
+    def start(self, num_sequences: int) -> OnStep:
         """Samples, tokens per second and time left."""
         tokens = 0
         bar = self._open("", num_sequences, unit=" samples")

@@ -18,6 +18,7 @@ from batchkv.config import DEFAULT_KV_MEMORY, DEFAULT_MODEL
 from batchkv.errors import Interrupted, UserError
 from batchkv.heap import return_large_blocks
 from batchkv.io.write import checked_target
+from batchkv.progress import Watch
 from batchkv.run_folder import RunFolder, open_run_folder
 from batchkv.run_log import RunLog
 
@@ -99,9 +100,7 @@ def run(
                 options.job_paths(jobs),
                 sampling,
                 limit=limit,
-                on_start=bar.start,
-                on_progress=bar.prepare,
-                on_event=run_log.event,
+                watch=Watch(bar.prepare, bar.start, run_log.event),
             )
     for name in ("load_s", "elapsed_s"):
         totals[name] = round(totals[name] + import_s, 3)

@@ -11,7 +11,7 @@ from batchkv.sampling_params import SamplingParams
 
 def read_block(jobs: Any, limit: int | None = None) -> JobTable:
     """The only block of a small job."""
-    (block,) = open_jobs(jobs).blocks(limit)
+    (block,) = open_jobs(jobs, limit).blocks()
     return block
 
 

@@ -22,19 +22,15 @@ class JobBlock:
     requests: Requests | None = None
 
 
-def job_blocks(source: JobSource, limit: int | None = None) -> Iterator[JobBlock]:
+def job_blocks(source: JobSource) -> Iterator[JobBlock]:
     """All blocks of a job.
-
-    Args:
-        source: the job.
-        limit: only the first rows, or requests.
 
     Raises:
         UserError: as `JobSource.blocks`; or only part of the job is requests.
     """
     first_line = 0
     are_requests: bool | None = None
-    for block in source.blocks(limit):
+    for block in source.blocks():
         says_nothing = block.num_rows == len(block.errors)
         found = bool(are_requests) if says_nothing else is_batch(block.columns)
         if are_requests is not None and found != are_requests:

@@ -8,7 +8,7 @@ import json
 import os
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO, TypeAlias
 
@@ -62,22 +62,21 @@ class JobSource:
     Attributes:
         inputs: files whose endings are known, or one table.
         name: for messages.
+        limit: only so many rows (or lines of requests) are read.
     """
 
     inputs: tuple[Path | pa.Table, ...]
     name: str
+    limit: int | None = None
 
-    def blocks(self, limit: int | None = None) -> Iterator[JobTable]:
+    def blocks(self) -> Iterator[JobTable]:
         """All rows in order, some thousands at a time; at least one block. Columns that a file lacks are not in its
         blocks.
-
-        Args:
-            limit: only the first rows.
 
         Raises:
             UserError: names the file or the column, what is wrong with it and how to mend it.
         """
-        left = limit
+        left = self.limit
         num_blocks = 0
         for block in self._all_blocks():
             part = block if left is None else block.head(left)
@@ -116,14 +115,19 @@ class JobSource:
         return found
 
 
-def open_jobs(jobs: Jobs) -> JobSource:
+def open_jobs(jobs: Jobs, limit: int | None = None) -> JobSource:
     """A path, a glob, several paths, a pyarrow table or a polars frame.
 
-    Files of a glob follow each other in sorted order, those of a list in the order given.
+    Files of a glob follow each other in sorted order, those of a list in the order given. `limit` is that of
+    `JobSource`.
 
     Raises:
         UserError: there is no such file, or none that a job can be read from.
     """
+    return replace(_opened(jobs), limit=limit)
+
+
+def _opened(jobs: Jobs) -> JobSource:
     if isinstance(jobs, (str, os.PathLike)):
         return _of_files(_expand(jobs))
     if isinstance(jobs, pa.Table):

@@ -17,6 +17,7 @@ from batchkv.cli.main import main
 from batchkv.engine import Engine, plan
 from batchkv.errors import UserError
 from batchkv.io.write import write_table
+from batchkv.progress import Watch
 from batchkv.run_folder import open_run_folder
 from batchkv.sampling_params import SamplingParams
 from batchkv.writer import summary_of
@@ -287,7 +288,7 @@ def test_a_run_of_scores_that_is_stopped_is_gone_on_with(
 
     out = tmp_path / "out.parquet"
     with pytest.raises(Stopped), open_run_folder(out, overwrite=False) as folder:
-        small.run_into(folder, tmp_path / "jobs.parquet", SCORE, on_start=stopping)
+        small.run_into(folder, tmp_path / "jobs.parquet", SCORE, watch=Watch(on_start=stopping))
     with open_run_folder(out, overwrite=False) as folder:
         summary = small.run_into(folder, tmp_path / "jobs.parquet", SCORE)
     assert 0 < summary["resumed_samples"] < len(rows)

@@ -15,6 +15,7 @@ import torch
 from batchkv.engine import Engine
 from batchkv.errors import UserError
 from batchkv.io.write import write_table
+from batchkv.progress import Watch
 from batchkv.run_folder import open_run_folder, parts_path
 from batchkv.sampling_params import SamplingParams
 from batchkv.writer import summary_of
@@ -143,7 +144,7 @@ def test_a_run_that_is_stopped_is_gone_on_with_and_gives_the_same_results(
     out = tmp_path / "out.parquet"
     for _ in range(3):
         with pytest.raises(Stopped):
-            run_into(engine, jobs, out, on_start=stopping_after(5))
+            run_into(engine, jobs, out, watch=Watch(on_start=stopping_after(5)))
         assert not out.exists()
     asked: list[int] = []
 
@@ -151,7 +152,7 @@ def test_a_run_that_is_stopped_is_gone_on_with_and_gives_the_same_results(
         asked.append(outputs)
         return lambda ended, generated: None
 
-    summary = run_into(engine, jobs, out, on_start=start)
+    summary = run_into(engine, jobs, out, watch=Watch(on_start=start))
     expected, found = pq.read_table(tmp_path / "whole.parquet"), pq.read_table(out)
     assert same_samples(expected, found)
     assert found["num_cached_tokens"] == expected["num_cached_tokens"]
@@ -180,7 +181,7 @@ def test_another_job_model_or_parameter_is_refused_while_a_run_is_unfinished(tmp
     model = FAMILIES["llama"]()
     engine, out = Engine(model, tiny_tokenizer()), tmp_path / "out.parquet"
     with pytest.raises(Stopped):
-        run_into(engine, jobs, out, on_start=stopping_after(5))
+        run_into(engine, jobs, out, watch=Watch(on_start=stopping_after(5)))
     with pytest.raises(UserError, match=r"another job: max_tokens was 5 and is 6: give the same command"):
         run_into(engine, jobs, out, sampling=SamplingParams(max_tokens=6, temperature=0.8, n=2))
     with pytest.raises(UserError, match="another job: limit was None and is 3:"):
@@ -203,7 +204,7 @@ def test_memory_and_batch_sizes_may_change_when_a_run_is_gone_on_with(
 ) -> None:
     out = tmp_path / "out.parquet"
     with pytest.raises(Stopped):
-        run_into(engine, jobs, out, on_start=stopping_after(10))
+        run_into(engine, jobs, out, watch=Watch(on_start=stopping_after(10)))
     kv_memory = 200 * engine.layout.bytes_per_token
     small = Engine(engine.model, tiny_tokenizer(), max_batch_rows=4, max_batch_tokens=32, kv_memory=kv_memory)
     assert run_into(small, jobs, out)["resumed_samples"] >= 10
@@ -221,4 +222,4 @@ def test_a_column_that_the_result_cannot_hold_is_found_before_any_work(engine: E
     jobs = tmp_path / "jobs.parquet"
     write_table(job().append_column("raw", pa.array([b"\xff"] * 24)), jobs)
     with pytest.raises(UserError, match="column 'raw' is binary"):
-        run_into(engine, jobs, tmp_path / "out.jsonl", on_start=stopping_after(0))
+        run_into(engine, jobs, tmp_path / "out.jsonl", watch=Watch(on_start=stopping_after(0)))

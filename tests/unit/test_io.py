@@ -117,13 +117,13 @@ class TestReading:
         self, monkeypatch: pytest.MonkeyPatch, limit: int, expected: list[str]
     ) -> None:
         monkeypatch.setattr("batchkv.io.read.BLOCK_ROWS", 3)
-        read = open_jobs(pa.table({"prompt": list("abcde")})).blocks(limit)
+        read = open_jobs(pa.table({"prompt": list("abcde")}), limit).blocks()
         assert [cells(block)["prompt"] for block in read] == [list(part) for part in expected]
 
     def test_what_comes_after_the_limit_is_not_read(self, tmp_path: Path) -> None:
         pq.write_table(TABLE, tmp_path / "1.parquet")
         (tmp_path / "2.parquet").write_bytes(b"corrupt")
-        assert [block.num_rows for block in open_jobs(tmp_path / "*.parquet").blocks(2)] == [2]
+        assert [block.num_rows for block in open_jobs(tmp_path / "*.parquet", 2).blocks()] == [2]
 
     def test_large_rows_come_a_few_at_a_time(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         table = pa.table({"prompt": [str(i) * 400 for i in range(8)]})

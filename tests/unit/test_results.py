@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
-from tempfile import TemporaryFile
 from typing import Any
 
 import numpy as np
@@ -15,6 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from batchkv import results
+from batchkv.constraints import ConstraintChecks
 from batchkv.errors import RowError
 from batchkv.io.columns import RESULT_COLUMNS
 from batchkv.io.read import JobSource, open_jobs
@@ -29,12 +30,11 @@ from tests.jobs import read_block
 TOO_LONG = RowError("too_long", "too long by 1")
 
 
-def rows_of(source: JobSource, limit: int | None = None) -> tuple[Rows, list[Record]]:
+def rows_of(source: JobSource) -> tuple[Rows, list[Record]]:
     """The rows of a job of token ids, and the records of those that cannot run."""
     errors: dict[int, RowError] = {}
-    with TemporaryFile() as tokens:
-        limits = PromptLimits(1000, None)
-        rows = take_in(source, SamplingParams(), None, limits, tokens, errors.update, RunMetrics(), limit=limit)
+    checks = ConstraintChecks(None, 1000, ())
+    rows = take_in(source, SamplingParams(), None, PromptLimits(1000, None), None, checks, errors.update, RunMetrics())
     return rows, [Record.of_error(row, error) for row, error in errors.items()]
 
 
@@ -179,10 +179,10 @@ def test_blocks_and_files_with_other_columns_are_one_result(tmp_path: Path) -> N
 
 
 def test_a_limit_gives_the_results_of_the_first_rows() -> None:
-    source = job_of(x=[1, 2, 3])
-    rows, _ = rows_of(source, limit=2)
+    source = replace(job_of(x=[1, 2, 3]), limit=2)
+    rows, _ = rows_of(source)
     ordered = in_order([as_batch([sample_of(1), sample_of(0)])], rows.num_rows, None)
-    assert pa.concat_tables(result_blocks(source, rows, ordered, limit=2))["x"].to_pylist() == [1, 2]
+    assert pa.concat_tables(result_blocks(source, rows, ordered))["x"].to_pylist() == [1, 2]
 
 
 @pytest.mark.parametrize("block_rows", [1, 2, 100])

@@ -38,7 +38,7 @@ def take(jobs: Any, *, defaults: SamplingParams = DEFAULTS, block_rows: int = 1 
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("batchkv.io.read.BLOCK_ROWS", block_rows)
-        source = jobs if isinstance(jobs, JobSource) else open_jobs(jobs)
+        source = jobs if isinstance(jobs, JobSource) else open_jobs(jobs, options.pop("limit", None))
         limits = PromptLimits(options.pop("vocab_size", 1000), options.pop("context_length", None))
         tokenizer = options.pop("tokenizer", None)
         checks = ConstraintChecks(tokenizer, limits.vocab_size, ())
