@@ -14,6 +14,7 @@ import pyarrow.feather
 import pytest
 
 from batchkv.cli.main import main
+from batchkv.run_folder import open_run_folder
 from tests.tiny_models import FAMILIES, save_tiny
 
 
@@ -245,3 +246,24 @@ def test_stop_strings_cut_the_text_and_keep_the_tokens(batchkv: Any, tmp_path: P
 def test_help_needs_no_torch() -> None:
     code = "import sys, batchkv.cli.main; assert not {'torch', 'transformers'} & sys.modules.keys()"
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_the_log_tells_what_happens_and_no_row_s_text(batchkv: Any, tmp_path: Path) -> None:
+    secret = "the secret of the king"
+    jobs = write_jobs(tmp_path / "jobs.jsonl", {"id": "a", "prompt": secret}, {"id": "b", "prompt": secret, "n": 0})
+    log = tmp_path / "log.jsonl"
+    assert batchkv("run", jobs, "--out", tmp_path / "out.parquet", "--max-tokens", 3, "--log", log)[0] == 3
+    events = [json.loads(line) for line in log.read_text().splitlines()]
+    assert [event["event"] for event in events] == ["started", "read", "wave", "publishing", "finished"]
+    assert (events[1]["rows"], events[1]["errors"], events[-1]["samples"]) == (2, 1, 1)
+    assert "secret" not in log.read_text()
+
+
+def test_two_runs_do_not_write_one_result(batchkv: Any, tmp_path: Path) -> None:
+    jobs, out = write_jobs(tmp_path / "jobs.jsonl", *GOOD), tmp_path / "out.parquet"
+    with open_run_folder(out, overwrite=False):
+        code, _, stderr = batchkv("run", jobs, "--out", out)
+    assert code == 2
+    assert "another run is writing" in stderr
+    assert batchkv("run", jobs, "--out", out, "--max-tokens", 2)[0] == 0
+    assert not out.with_name("out.parquet.parts").exists()
