@@ -121,32 +121,23 @@ class ConversationKV:
             outputs: generated tokens of a row's sample that others continue; None of others.
         """
         whole, sequences, keeps = expected.wave, expected.plan.sequences, expected.plan.costs.keeps
-        _, first = np.unique(sequences.output_sequence, return_index=True)
-        for sequence, output in enumerate(first.tolist()):
-            if not keeps[sequence]:
-                continue
-            request = int(whole.output_request[output])
-            generated = self._continued(whole, sequences.output_sequence, sequence, outputs)
+        of_sequence = np.argsort(sequences.output_sequence, kind="stable")  # its outputs, one sequence after the other
+        first = np.searchsorted(sequences.output_sequence[of_sequence], np.arange(len(sequences) + 1))
+        for sequence in np.flatnonzero(keeps).tolist():
+            served = of_sequence[first[sequence] : first[sequence + 1]].tolist()
+            request = int(whole.output_request[served[0]])
+            generated = next(
+                filter(lambda found: found is not None, (self._of(whole, o, outputs) for o in served)), None
+            )
             if generated is None and self._windowed:
                 continue
             prompt = whole.arena.row(request)
             tokens = prompt if generated is None else np.concatenate([prompt, generated])[:-1]
             self._expected.append(KeptSequence(len(self._expected), tokens.copy(), int(whole.group[request])))
 
-    def _continued(
-        self,
-        whole: Wave,
-        output_sequence: npt.NDArray[np.int32],
-        sequence: int,
-        outputs: Callable[[int, int], TokenIds | None],
-    ) -> TokenIds | None:
-        """The tokens of a sequence, if one of the outputs that it serves is continued."""
-        for output in np.flatnonzero(output_sequence == sequence).tolist():
-            row = int(whole.row[whole.output_request[output]])
-            found = outputs(row, int(whole.output_sample[output]))
-            if found is not None:
-                return found
-        return None
+    def _of(self, whole: Wave, output: int, outputs: Callable[[int, int], TokenIds | None]) -> TokenIds | None:
+        """The tokens of an output, if it is continued."""
+        return outputs(int(whole.row[whole.output_request[output]]), int(whole.output_sample[output]))
 
     def _planned(self, carried: Callable[[], Carried], wave: Wave, is_needed: IsNeeded, most: Keep) -> PlanOn | None:
         """On what is kept; on nothing, if there is no room beside it."""
