@@ -13,7 +13,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from batchkv.errors import UserError
-from batchkv.io.columns import is_list
+from batchkv.io.columns import is_list, one_line, shown
 from batchkv.io.read import StrPath
 
 _GROUP_ROWS, _GROUP_BYTES = 1 << 16, 32 << 20  # of a row group in Parquet
@@ -115,7 +115,7 @@ def checked_target(path: StrPath) -> Path:
 
 
 def _cannot_be_stored(error: Exception, target: Path) -> UserError:
-    return UserError(f"a column cannot be stored in a {target.suffix} file: {str(error).splitlines()[0]}")
+    return UserError(f"a column cannot be stored in a {target.suffix} file: {one_line(str(error))}")
 
 
 def _write_parquet(tables: Iterable[pa.Table], schema: pa.Schema, file: IO[bytes]) -> None:
@@ -133,7 +133,7 @@ def _write_ipc(tables: Iterable[pa.Table], schema: pa.Schema, file: IO[bytes]) -
 def _write_json_lines(tables: Iterable[pa.Table], schema: pa.Schema, file: IO[bytes]) -> None:
     binary = next((field.name for field in schema if _holds_binary(field.type)), None)
     if binary is not None:
-        raise UserError(f"column {binary!r} is binary, which JSON cannot hold: write .parquet, or drop it")
+        raise UserError(f"column {shown(binary)} is binary, which JSON cannot hold: write .parquet, or drop it")
     for table in tables:
         pl.DataFrame(table).write_ndjson(file)
 

@@ -8,8 +8,8 @@ import resource
 import selectors
 import shutil
 import signal
-import sys
 import time
+import traceback
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -89,7 +89,8 @@ def _with_one_child(left: range, seed: int, folder: Path, target: Target, found:
         return left
     if reason == "ended":
         reason = f"signal-{os.WTERMSIG(status)}" if os.WIFSIGNALED(status) else "exit"
-    (work / "note").write_text(reason)
+    if not (work / "note").exists():
+        (work / "note").write_text(reason)
     _keep(work, folder, left[0], reason)
     found.inputs += 1
     found.outcomes[reason] += 1
@@ -131,7 +132,7 @@ def _child(numbers: range, seed: int, work: Path, target: Target, writer: int, c
             if " ok\n" not in line:
                 os.read(copied, 1)  # the file is not to be replaced before it is copied
     except BaseException:
-        (work / "note").write_text(repr(sys.exc_info()))
+        (work / "note").write_text(traceback.format_exc())
         os._exit(1)
     os._exit(0)
 

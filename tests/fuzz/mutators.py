@@ -87,7 +87,9 @@ def _integer(rng: random.Random, data: bytearray) -> None:
 def _varint(rng: random.Random, data: bytearray) -> None:
     """Thrift, in the footers and page headers of Parquet, has numbers of 7 bits a byte."""
     at = _place(rng, data)
-    data[at : at + rng.choice((1, 2))] = rng.choice((b"\xff\xff\xff\xff\x0f", b"\xfe\xff\xff\xff\xff\x07", b"\x80\x80\x04"))
+    data[at : at + rng.choice((1, 2))] = rng.choice(
+        (b"\xff\xff\xff\xff\x0f", b"\xfe\xff\xff\xff\xff\x07", b"\x80\x80\x04")
+    )
 
 
 def _length_field(rng: random.Random, data: bytearray) -> None:
@@ -211,20 +213,20 @@ def _other_type(rng: random.Random, table: pa.Table) -> pa.Table:
 def _wrapped(rng: random.Random, table: pa.Table) -> pa.Table:
     if not table.column_names:
         return table
-    name = rng.choice(table.column_names)
-    column = table[name].combine_chunks()
+    number = rng.randrange(table.num_columns)
+    name, column = table.column_names[number], table.column(number).combine_chunks()
     if isinstance(column, pa.ChunkedArray):
         column = pa.concat_arrays(column.chunks) if column.num_chunks else pa.nulls(0)
     try:
         return _put(table, name, rng.choice(_WRAPPERS)(column))
-    except (pa.ArrowException, ValueError, TypeError, NotImplementedError):
+    except (pa.ArrowException, ValueError, TypeError, AttributeError, NotImplementedError):
         return table
 
 
 def _swapped(rng: random.Random, table: pa.Table) -> pa.Table:
     if not table.column_names:
         return table
-    return _put(table, _any_name(rng, table), table[rng.choice(table.column_names)])
+    return _put(table, _any_name(rng, table), table.column(rng.randrange(table.num_columns)))
 
 
 def _renamed(rng: random.Random, table: pa.Table) -> pa.Table:

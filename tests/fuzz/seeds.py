@@ -84,6 +84,7 @@ def json_lines(rows: list[Row]) -> bytes:
     return b"".join(json.dumps(row).encode() + b"\n" for row in rows)
 
 
+@cache
 def tables() -> list[pa.Table]:
     """All rows but those of OpenAI batches as Arrow tables."""
     plain = [{**row} for row in plain_rows()]

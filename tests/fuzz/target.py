@@ -12,10 +12,10 @@ from unittest.mock import patch
 from batchkv import plan_job as plan_job_module
 from batchkv.config import EngineConfig
 from batchkv.errors import RowError, UserError
+from batchkv.io.carried import conformed
 from batchkv.io.read import open_jobs
 from batchkv.io.write import write_tables
 from batchkv.job import carried_columns
-from batchkv.io.carried import conformed
 from batchkv.kv_layout import KVLayout, LayerSpec
 from batchkv.preparation import ModelFacts
 from batchkv.rows import Rows, take_in
@@ -76,9 +76,7 @@ class Target:
         plan.explain()
         plan.to_json()
         carried = taken[0].carried
-        blocks = (
-            conformed(carried_columns(block), carried, block.num_rows, block.where) for block in source.blocks()
-        )
+        blocks = (conformed(carried_columns(block), carried, block.num_rows, block.where) for block in source.blocks())
         suffix = _RESULT_SUFFIXES[path.stat().st_size % len(_RESULT_SUFFIXES)]
         out = path.with_name(f"out{suffix}")
         if carried.names:
