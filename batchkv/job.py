@@ -100,6 +100,15 @@ def check_rows(table: JobTable, defaults: SamplingParams, *, first_row: int = 0,
     Raises:
         UserError: a column cannot be of any row.
     """
+    try:
+        return _checked(table, defaults, first_row, id_kind)
+    except pa.ArrowNotImplementedError as error:
+        raise UserError(
+            f"{table.where}: a column has a type that cannot be read ({one_line(str(error))}): cast it to a plain one"
+        ) from None
+
+
+def _checked(table: JobTable, defaults: SamplingParams, first_row: int, id_kind: IdKind | None) -> Job:
     ids, id_kind, id_errors = read_ids(table, first_row, id_kind)
     prompts, prompt_errors = read_prompts(table.columns, table.num_rows)
     params, param_errors = read_parameters(table.columns, defaults, table.num_rows)

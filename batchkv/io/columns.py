@@ -92,7 +92,8 @@ def is_list(dtype: pa.DataType) -> bool:
 def decoded(column: Column) -> Column:
     """The column without a dictionary: a pandas or polars categorical is its plain values.
 
-    Runs of equal values are written out, too, and of a type that someone else has defined its storage is taken.
+    Runs of equal values are written out, too, of a type that someone else has defined its storage is taken, and views
+    are copied: Arrow can do little with those.
     """
     if isinstance(column, list) or _is_plain(column.type):
         return column
@@ -103,13 +104,18 @@ def decoded(column: Column) -> Column:
 
 
 def _is_plain(dtype: pa.DataType) -> bool:
-    is_encoded = pa.types.is_dictionary(dtype) or pa.types.is_run_end_encoded(dtype)
+    is_encoded = pa.types.is_dictionary(dtype) or pa.types.is_run_end_encoded(dtype) or dtype in _PLAIN_OF_VIEW
     return not is_encoded and not isinstance(dtype, pa.BaseExtensionType)
+
+
+_PLAIN_OF_VIEW = {pa.string_view(): pa.large_string(), pa.binary_view(): pa.large_binary()}
 
 
 def _decoded_chunk(chunk: pa.Array) -> pa.Array:
     if isinstance(chunk, pa.ExtensionArray):
         return chunk.storage
+    if chunk.type in _PLAIN_OF_VIEW:
+        return chunk.cast(_PLAIN_OF_VIEW[chunk.type])
     if pa.types.is_run_end_encoded(chunk.type):
         return pc.run_end_decode(chunk)
     # Not a cast, which there is not for nested values.
@@ -136,9 +142,9 @@ def readable(name: str, column: pa.ChunkedArray, where: str) -> pa.ChunkedArray:
 
 def _holds_times(dtype: pa.DataType) -> bool:
     """Whether `dtype` holds dates, times or what else has values that Python has not, at any depth."""
-    if dtype.num_fields:
+    if dtype.num_fields and _is_plain(dtype):
         return any(_holds_times(dtype.field(i).type) for i in range(dtype.num_fields))
-    if not _is_plain(dtype):
+    if not _is_plain(dtype) and dtype not in _PLAIN_OF_VIEW:
         inner = dtype.storage_type if isinstance(dtype, pa.BaseExtensionType) else dtype.value_type
         return _holds_times(inner)
     return pa.types.is_temporal(dtype)

@@ -164,6 +164,8 @@ def _of_files(paths: Sequence[Path]) -> JobSource:
 def _blocks_of_file(path: Path) -> Iterator[JobTable]:
     try:
         yield from _READERS[path.suffix.lower()](path)
+    except UnicodeDecodeError:
+        raise UserError(f"{path} cannot be read as a {path.suffix} file: a name in it is not UTF-8") from None
     except (OSError, pa.ArrowException) as error:
         reason = one_line(getattr(error, "strerror", None) or str(error)) or "unknown reason"
         raise UserError(f"{path} cannot be read as a {path.suffix} file: {reason}") from error
@@ -202,15 +204,29 @@ def _blocks_of_ipc(path: Path) -> Iterator[JobTable]:
 def _blocks_of_batches(batches: Iterable[pa.RecordBatch], schema: pa.Schema, where: str) -> Iterator[JobTable]:
     _check_names(schema.names, where)
     first = 0
-    for batch in batches:
-        # Offsets and indices that point anywhere, and strings that are no UTF-8: what reads them next would crash.
-        batch.validate(full=True)
-        for start in range(0, batch.num_rows, BLOCK_ROWS):
-            part = batch.slice(start, BLOCK_ROWS)
-            yield _block_of(pa.Table.from_batches([part]), f"{where} row {first}")
+    for table in _joined(batches):
+        for start in range(0, table.num_rows, BLOCK_ROWS):
+            part = table.slice(start, BLOCK_ROWS)
+            yield _block_of(part, f"{where} row {first}")
             first += part.num_rows
     if not first:
         yield _block_of(schema.empty_table(), where)
+
+
+def _joined(batches: Iterable[pa.RecordBatch]) -> Iterator[pa.Table]:
+    """Batches that are valid, small ones together: a block of each row by itself would take long."""
+    held: list[pa.RecordBatch] = []
+    rows, held_bytes = 0, 0
+    for batch in batches:
+        # Offsets and indices that point anywhere, and strings that are no UTF-8: what reads them next would crash.
+        batch.validate(full=True)
+        if held and (rows + batch.num_rows > BLOCK_ROWS or held_bytes + batch.nbytes > BLOCK_BYTES):
+            yield pa.Table.from_batches(held)
+            held, rows, held_bytes = [], 0, 0
+        held.append(batch)
+        rows, held_bytes = rows + batch.num_rows, held_bytes + batch.nbytes
+    if held:
+        yield pa.Table.from_batches(held)
 
 
 def _blocks_of_table(table: pa.Table, where: str) -> Iterator[JobTable]:
