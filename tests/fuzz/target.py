@@ -24,6 +24,7 @@ from tests.fuzz.seeds import MARK
 from tests.tiny_models import VOCAB_SIZE, tiny_tokenizer
 
 FACTS = ModelFacts(KVLayout((LayerSpec(1, 1, 1, 1, None),), 1), VOCAB_SIZE, 512)
+Errors = dict[int, RowError]  # by row number
 MAX_MESSAGE = 600  # characters, without the path
 _RESULT_SUFFIXES = (".parquet", ".arrow", ".jsonl")
 # Parameters, ids and names of columns are quoted, up to a limit; a mutation may have put any text there.
@@ -43,17 +44,19 @@ class Target:
 
     def problems(self, path: Path) -> list[str]:
         """What is wrong with what happens; what is wrong with the input is not."""
+        errors: Errors = {}
         messages: list[str] = []
         try:
-            self.run(path, messages)
+            self.run(path, errors)
         except UserError as error:
             messages.append(str(error))
         except BaseException:
             return [traceback.format_exc()]
+        messages += dict.fromkeys(error.message for error in errors.values())
         return [problem for message in messages for problem in _complaints(message, path)]
 
-    def run(self, path: Path, messages: list[str]) -> None:
-        """Messages of bad rows are added to `messages`.
+    def run(self, path: Path, errors: Errors) -> None:
+        """What is wrong with single rows is added to `errors`.
 
         Raises:
             UserError: the whole job is bad.
@@ -64,9 +67,10 @@ class Target:
         def recording_take_in(*arguments: Any, **options: Any) -> Rows:
             *before, reject, metrics = arguments
 
-            def recording_reject(errors: Mapping[int, RowError]) -> None:
-                messages.extend(dict.fromkeys(error.message for error in errors.values()))
-                reject(errors)
+            def recording_reject(found: Mapping[int, RowError]) -> None:
+                for row, error in found.items():
+                    errors.setdefault(row, error)
+                reject(found)
 
             taken.append(take_in(*before, recording_reject, metrics, **options))
             return taken[0]
