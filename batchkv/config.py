@@ -50,6 +50,8 @@ class EngineConfig:
         max_batch_rows: most rows in flight at once.
         page_size: tokens per KV page.
         no_prefix_sharing: prefill every row on its own (the baseline).
+        trust_remote_code: let transformers run code that comes with the model or its tokenizer. Whoever wrote it can do
+            what you can do.
         deterministic: insist that a row's results do not depend, bit for bit, on what else is computed with it.
     """
 
@@ -64,6 +66,7 @@ class EngineConfig:
     max_batch_rows: int = 256
     page_size: int = 16
     no_prefix_sharing: bool = False
+    trust_remote_code: bool = False
     deterministic: bool = False
 
     def __post_init__(self) -> None:

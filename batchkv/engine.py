@@ -104,10 +104,11 @@ class Engine:
             self.model, self.device = model, model.device
             self._fingerprint = None  # a live module may change
         else:
-            self.model = load_model(resolve_model(name), self.config.dtype, self.device)
+            source = resolve_model(name, trust_remote_code=self.config.trust_remote_code)
+            self.model = load_model(source, self.config.dtype, self.device)
             self._fingerprint = model_fingerprint(self.model)  # while its weights can be read
             _check_and_pack(self.model)
-        self.tokenizer = _tokenizer(model, tokenizer)
+        self.tokenizer = _tokenizer(model, tokenizer, self.config.trust_remote_code)
         self._kv_dtype = storage_dtype(self.config.kv_dtype, self.model.dtype)
         self._backend = select_attention(self._kv_dtype, self.device, self.config.attention)
         # where the host computes itself there is nothing to gain, and every wasted row costs
@@ -512,7 +513,7 @@ def plan(
     """
     tokenizer_name = tokenizer if isinstance(tokenizer, str) else None
     engine_config = EngineConfig(model=model, tokenizer=tokenizer_name, **config)
-    source = resolve_model(model)
+    source = resolve_model(model, trust_remote_code=engine_config.trust_remote_code)
     model_config = load_config(source)
     check_supported(model_config)
     device = _execution_device(engine_config.device)
@@ -522,7 +523,7 @@ def plan(
     return plan_job(
         open_jobs(jobs, limit),
         sampling or SamplingParams(),
-        _tokenizer(model, tokenizer),
+        _tokenizer(model, tokenizer, engine_config.trust_remote_code),
         facts,
         facts.plan_limits(engine_config, kv_bytes=kv_bytes, device_type=device.type),
         on_progress=on_progress,
@@ -554,9 +555,15 @@ def _check_device(device: torch.device) -> None:
 
 
 def _tokenizer(
-    model: str | os.PathLike[str] | PreTrainedModel, tokenizer: str | PreTrainedTokenizerBase | None
+    model: str | os.PathLike[str] | PreTrainedModel,
+    tokenizer: str | PreTrainedTokenizerBase | None,
+    trust_remote_code: bool,
 ) -> PreTrainedTokenizerBase | None:
     """The tokenizer given, or the one at the place given, or the model's own."""
     if tokenizer is None:
-        return None if isinstance(model, PreTrainedModel) else load_tokenizer(resolve_model(os.fspath(model)))
-    return load_tokenizer(resolve_model(tokenizer)) if isinstance(tokenizer, str) else tokenizer
+        if isinstance(model, PreTrainedModel):
+            return None
+        tokenizer = os.fspath(model)
+    if not isinstance(tokenizer, str):
+        return tokenizer
+    return load_tokenizer(resolve_model(tokenizer, trust_remote_code=trust_remote_code))

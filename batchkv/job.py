@@ -23,6 +23,9 @@ from batchkv.io.columns import (
     distinct,
     is_string,
     kind_of,
+    one_line,
+    shown_names,
+    shown_type,
     storable,
     to_cells,
 )
@@ -97,6 +100,15 @@ def check_rows(table: JobTable, defaults: SamplingParams, *, first_row: int = 0,
     Raises:
         UserError: a column cannot be of any row.
     """
+    try:
+        return _checked(table, defaults, first_row, id_kind)
+    except pa.ArrowNotImplementedError as error:
+        raise UserError(
+            f"{table.where}: a column has a type that cannot be read ({one_line(str(error))}): cast it to a plain one"
+        ) from None
+
+
+def _checked(table: JobTable, defaults: SamplingParams, first_row: int, id_kind: IdKind | None) -> Job:
     ids, id_kind, id_errors = read_ids(table, first_row, id_kind)
     prompts, prompt_errors = read_prompts(table.columns, table.num_rows)
     params, param_errors = read_parameters(table.columns, defaults, table.num_rows)
@@ -138,7 +150,7 @@ def check_columns(names: Collection[str]) -> None:
     if names and not set(names) & set(PROMPT_COLUMNS):
         raise UserError(
             f"the job has none of the columns {', '.join(PROMPT_COLUMNS)}, "
-            f"only {', '.join(names)}: rename the one that holds the prompts"
+            f"only {shown_names(names)}: rename the one that holds the prompts"
         )
     taken = [name for name in names if name not in JOB_COLUMNS and name in RESULT_COLUMNS]
     if taken:
@@ -218,14 +230,18 @@ def _ids_of_arrow(column: pa.ChunkedArray, where: str, kind: IdKind | None) -> p
         try:
             found, ids = "integer", column.cast(pa.int64()).combine_chunks()
         except pa.ArrowInvalid as error:
-            raise UserError(f"column id is no signed 64-bit integer ({error}): make it a string") from None
+            raise UserError(
+                f"column id is no signed 64-bit integer ({one_line(str(error))}): make it a string"
+            ) from None
     else:
-        raise UserError(f"column id is {column.type}, must be string or integer: cast it")
+        raise UserError(f"column id is {shown_type(column.type)}, must be string or integer: cast it")
     if kind is None or found == kind:
         return ids
     if ids.null_count == len(ids):
         return pa.nulls(len(ids), _ID_TYPES[kind])
-    raise UserError(f"{where}: column id is {column.type}, but {_ID_TYPES[kind]} before: write it with one type")
+    raise UserError(
+        f"{where}: column id is {shown_type(column.type)}, but {_ID_TYPES[kind]} before: write it with one type"
+    )
 
 
 def _ids_of_cells(cells: list[object], first_row: int, kind: IdKind | None) -> tuple[pa.Array, dict[int, RowError]]:
@@ -253,5 +269,5 @@ def carried_columns(table: JobTable) -> pa.Table:
 def _carried_column(column: Column) -> pa.ChunkedArray:
     if isinstance(column, list):
         raise TypeError("a column of JSON lines that is no job column has an Arrow type")
-    dtype = storable(pa.array([], column.type)).type
+    dtype = storable(pa.nulls(0, column.type)).type
     return pa.chunked_array([storable(chunk) for chunk in column.chunks], dtype)

@@ -37,19 +37,25 @@ class ModelSource:
         name: what the user called it, for messages.
         location: a directory or a hub id.
         gguf_file: name of a GGUF file in the directory; None if the weights are safetensors.
+        trust_remote_code: whether Python code that lies there may be run. With GGUF files there is none.
     """
 
     name: str
     location: str
     gguf_file: str | None = None
+    trust_remote_code: bool = False
 
     @property
     def gguf_path(self) -> Path | None:
         return Path(self.location, self.gguf_file) if self.gguf_file else None
 
 
-def resolve_model(name: str) -> ModelSource:
+def resolve_model(name: str, *, trust_remote_code: bool = False) -> ModelSource:
     """Find what `name` means: a directory, a `.gguf` file, the alias `smollm2` or else a hub id.
+
+    Args:
+        name: what the user calls it.
+        trust_remote_code: whether the user lets code run that comes with it.
 
     Raises:
         UserError: if `name` is a path where nothing is, or a file that is no GGUF file.
@@ -58,7 +64,7 @@ def resolve_model(name: str) -> ModelSource:
         return _resolve_alias()
     path = Path(name).expanduser()
     if name and path.is_dir():
-        return ModelSource(name, str(path))
+        return ModelSource(name, str(path), trust_remote_code=trust_remote_code)
     if path.is_file():
         if path.suffix.lower() != ".gguf":
             raise UserError(f"--model {name!r} is a file but no .gguf file: give the directory that holds it")
@@ -67,7 +73,7 @@ def resolve_model(name: str) -> ModelSource:
         raise UserError(
             f"--model {name!r}: no such file or directory: give a directory, a .gguf file or a hub id (owner/name)"
         )
-    return ModelSource(name, name)
+    return ModelSource(name, name, trust_remote_code=trust_remote_code)
 
 
 def _resolve_alias() -> ModelSource:
@@ -193,17 +199,17 @@ def _native_half_dtypes(device: torch.device) -> set[torch.dtype]:
 
 def _read(source: ModelSource, part: Part, from_pretrained: Callable[..., Any], **kwargs: Any) -> Any:
     """Call `from_pretrained` on the source; what comes from a GGUF file is converted only once."""
-    safe = functools.partial(from_pretrained, trust_remote_code=False)
+    read = functools.partial(from_pretrained, trust_remote_code=source.trust_remote_code)
     if source.gguf_path is None:
-        return safe(source.location, **kwargs)
+        return read(source.location, **kwargs)
     # the full path, as transformers prefers a file of that name in the current directory to one in `location`
     gguf_file = str(source.gguf_path.resolve())
 
     def convert(**kwargs: Any) -> Any:
         with redirect_stderr(io.StringIO()):  # its progress bar has no other switch
-            return safe(source.location, gguf_file=gguf_file, **kwargs)
+            return read(source.location, gguf_file=gguf_file, **kwargs)
 
-    loaded = load_converted(source.gguf_path, part, convert=convert, load=lambda folder: safe(folder, **kwargs))
+    loaded = load_converted(source.gguf_path, part, convert=convert, load=lambda folder: read(folder, **kwargs))
     return convert(**kwargs) if loaded is None else loaded
 
 
@@ -305,7 +311,10 @@ def _first_line(error: Exception) -> str:
 def _remedy(source: ModelSource, error: Exception) -> str:
     text = str(error)
     if "trust_remote_code" in text:
-        return "it needs code of its own, which is never run: use a model whose code is part of transformers"
+        return (
+            "it needs code of its own, which is never run unless you trust it: use a model whose code is part of "
+            "transformers, or read its code and give --trust-remote-code"
+        )
     if "does not recognize this architecture" in text:
         return "upgrade transformers, or use another model"
     if source.gguf_file:

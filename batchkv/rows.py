@@ -272,7 +272,7 @@ class _Intake:
 
     def _tokenize(self, job: Job, waiting: list[int]) -> tuple[TokenArena, npt.NDArray[np.int32], dict[int, RowError]]:
         """Tokens of the rows that can run now, where their continuations begin, and all errors of the rows."""
-        arena, errors = tokenize(job.prompts.without(waiting), self.tokenizer)
+        arena, errors = tokenize(job.prompts.without(waiting), self.tokenizer, self.limits.context_length)
         errors = {**errors, **job.errors}
         if self.tokenizer is None:
             errors |= _without_text(job, errors)

@@ -19,6 +19,11 @@ from batchkv.token_arena import TokenArena, TokenIds, joined
 # Texts handed to the tokenizer at once: enough to keep its threads busy, few enough to keep memory flat.
 BATCH_TEXTS = 4096
 
+# A text of many more characters than a model has context for is not tokenized as a whole, which for 10 MB can take 20
+# seconds and a gigabyte: a part is, and if that has twice the tokens that fit, what follows cannot help.
+_PROBED_CHARACTERS = 1 << 16
+_CHARACTERS_PER_TOKEN = 16
+
 
 class Tokenizer(Protocol):
     """What is needed of a transformers tokenizer."""
@@ -32,8 +37,12 @@ class Tokenizer(Protocol):
     def apply_chat_template(self, conversation: Any, **options: Any) -> Any: ...
 
 
-def tokenize(prompts: Prompts, tokenizer: Tokenizer | None) -> tuple[TokenArena, dict[int, RowError]]:
+def tokenize(
+    prompts: Prompts, tokenizer: Tokenizer | None, context_length: int | None = None
+) -> tuple[TokenArena, dict[int, RowError]]:
     """The token ids of every row, and the errors that tokenizing found, by row number.
+
+    Texts that are far too long for `context_length` are an error and not tokenized.
 
     A `prompt` gets the special tokens that the tokenizer adds; a BOS that its text begins with is not added
     again. `messages` give what `apply_chat_template(..., add_generation_prompt=True)` gives.
@@ -52,7 +61,9 @@ def tokenize(prompts: Prompts, tokenizer: Tokenizer | None) -> tuple[TokenArena,
         (np.arange(len(prompts)), prompts.texts.combine_chunks(), True),
         (np.fromiter(rendered, np.int64), pa.array(rendered.values(), pa.large_string()), False),
     ):
-        distinct = texts.dictionary_encode()
+        overlong = _far_too_long(texts, tokenizer, context_length)
+        errors |= dict.fromkeys(rows[overlong].tolist(), _overlong(context_length))
+        distinct = pc.if_else(pa.array(overlong), pa.scalar(None, texts.type), texts).dictionary_encode()
         codes = distinct.indices.fill_null(-1).to_numpy()
         source[rows[codes >= 0]] = codes[codes >= 0] + sum(arena.num_rows for arena in arenas)
         arenas.append(_encode(distinct.dictionary, tokenizer, add_special_tokens=add_special_tokens))
@@ -61,6 +72,29 @@ def tokenize(prompts: Prompts, tokenizer: Tokenizer | None) -> tuple[TokenArena,
         source[has_ids] = np.flatnonzero(has_ids) + sum(arena.num_rows for arena in arenas)
         arenas.append(prompts.token_ids)
     return joined(arenas).take(source), errors
+
+
+def _far_too_long(
+    texts: pa.LargeStringArray, tokenizer: Tokenizer, context_length: int | None
+) -> npt.NDArray[np.bool_]:
+    """Which texts have many times the tokens of the context: bool [texts]."""
+    found = np.zeros(len(texts), np.bool_)
+    if context_length is None:
+        return found
+    characters = max(_PROBED_CHARACTERS, _CHARACTERS_PER_TOKEN * context_length)
+    lengths = pc.binary_length(texts).fill_null(0).to_numpy(zero_copy_only=False)  # in bytes: no fewer
+    for i in np.flatnonzero(lengths > characters).tolist():
+        beginning: str = pc.utf8_slice_codeunits(texts[i], 0, characters).as_py()
+        found[i] = len(token_ids_of([beginning], tokenizer, False)[0]) >= 2 * context_length
+    return found
+
+
+def _overlong(context_length: int | None) -> RowError:
+    return RowError(
+        "too_long",
+        f"the prompt has at least twice the tokens of the model's context of {context_length}, which must hold it and "
+        "one generated token",
+    )
 
 
 def check_prompts(

@@ -27,6 +27,9 @@ Jobs = Annotated[
 ]
 Model = Annotated[str, _option("A directory, a .gguf file, a hub id or smollm2.", _MODEL)]
 Tokenizer = Annotated[str | None, _option("Where the tokenizer is, if not with the model.", _MODEL)]
+TrustRemoteCode = Annotated[
+    bool, _option("Run code that comes with the model: it can do what you can do.", _MODEL, "--trust-remote-code")
+]
 Dtype = Annotated[str, _option("auto, float32, bfloat16 or float16.", _MODEL)]
 KvDtype = Annotated[str, _option("Of the KV cache: auto is the model's; int8 or fp8 need less memory.", _MODEL)]
 Device = Annotated[str, _option("auto, cpu or cuda[:N].", _MODEL)]

@@ -34,6 +34,7 @@ def run(
     out: Annotated[Path, typer.Option(help="Where the results go: .parquet, .arrow or .jsonl.")],
     model: options.Model = DEFAULT_MODEL,
     tokenizer: options.Tokenizer = None,
+    trust_remote_code: options.TrustRemoteCode = False,
     dtype: options.Dtype = "auto",
     kv_dtype: options.KvDtype = "auto",
     device: options.Device = "auto",
@@ -84,6 +85,7 @@ def run(
         engine, import_s = _load_engine(
             model,
             tokenizer,
+            trust_remote_code=trust_remote_code,
             dtype=dtype,
             kv_dtype=kv_dtype,
             device=device,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pyarrow as pa
 
 from batchkv.errors import UserError
+from batchkv.io.columns import one_line, shown, shown_type
 
 
 class CarriedSchema:
@@ -39,7 +40,8 @@ class CarriedSchema:
             )
         except pa.ArrowException:
             raise UserError(
-                f"column {field.name!r} has conflicting types, {seen[0]} in {seen[1]} and {field.type} in {where}: "
+                f"column {shown(field.name)} has conflicting types, {shown_type(seen[0])} in {seen[1]} and "
+                f"{shown_type(field.type)} in {where}: "
                 "give it one type, for example make all of it strings"
             ) from None
 
@@ -57,7 +59,7 @@ def conformed(table: pa.Table, schema: pa.Schema, num_rows: int, where: str) -> 
             columns[name] = column.cast(dtype)
         except pa.ArrowException as error:
             raise UserError(
-                f"{where}: column {name!r} is {dtype} elsewhere, which some values here do not fit "
-                f"({str(error).splitlines()[0]}): give it one type, for example make all of it strings"
+                f"{where}: column {shown(name)} is {shown_type(dtype)} elsewhere, which some values here do not fit "
+                f"({one_line(str(error))}): give it one type, for example make all of it strings"
             ) from None
     return pa.table(columns, schema=schema)

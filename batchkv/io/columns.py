@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 from typing import Any, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
+
+from batchkv.errors import UserError
 
 ID_COLUMN = "id"
 TOKEN_IDS_COLUMN = "prompt_token_ids"
@@ -96,10 +98,64 @@ def is_list(dtype: pa.DataType) -> bool:
 
 
 def decoded(column: Column) -> Column:
-    """The column without a dictionary: a pandas or polars categorical is its plain values."""
-    if isinstance(column, list) or not pa.types.is_dictionary(column.type):
+    """The column without a dictionary: a pandas or polars categorical is its plain values.
+
+    Runs of equal values are written out, too, of a type that someone else has defined its storage is taken, and views
+    are copied: Arrow can do little with those.
+    """
+    if isinstance(column, list) or _is_plain(column.type):
         return column
-    return column.cast(column.type.value_type)
+    chunks = [_decoded_chunk(chunk) for chunk in column.chunks]
+    if not chunks:
+        chunks = [_decoded_chunk(pa.nulls(0, column.type))]
+    return decoded(pa.chunked_array(chunks))
+
+
+def _is_plain(dtype: pa.DataType) -> bool:
+    is_encoded = pa.types.is_dictionary(dtype) or pa.types.is_run_end_encoded(dtype) or dtype in _PLAIN_OF_VIEW
+    return not is_encoded and not isinstance(dtype, pa.BaseExtensionType)
+
+
+_PLAIN_OF_VIEW = {pa.string_view(): pa.large_string(), pa.binary_view(): pa.large_binary()}
+
+
+def _decoded_chunk(chunk: pa.Array) -> pa.Array:
+    if isinstance(chunk, pa.ExtensionArray):
+        return chunk.storage
+    if chunk.type in _PLAIN_OF_VIEW:
+        return chunk.cast(_PLAIN_OF_VIEW[chunk.type])
+    if pa.types.is_run_end_encoded(chunk.type):
+        return pc.run_end_decode(chunk)
+    # Not a cast, which there is not for nested values.
+    return chunk.dictionary.take(chunk.indices) if pa.types.is_dictionary(chunk.type) else chunk
+
+
+def readable(name: str, column: pa.ChunkedArray, where: str) -> pa.ChunkedArray:
+    """A job column as its readers take it: decoded, and with cells that can become Python values.
+
+    Raises:
+        UserError: they cannot, as times that Python has no type for; the column begins at `where`.
+    """
+    try:
+        plain = decoded(column)
+        if _holds_times(plain.type):
+            plain.to_pylist()
+    except (ValueError, OverflowError, TypeError, NotImplementedError, SystemError):
+        raise UserError(
+            f"{where}: column {name!r} is {shown_type(column.type)} and holds values that cannot be read: "
+            "cast it to the type that the job format has for it"
+        ) from None
+    return plain
+
+
+def _holds_times(dtype: pa.DataType) -> bool:
+    """Whether `dtype` holds dates, times or what else has values that Python has not, at any depth."""
+    if dtype.num_fields and _is_plain(dtype):
+        return any(_holds_times(dtype.field(i).type) for i in range(dtype.num_fields))
+    if not _is_plain(dtype) and dtype not in _PLAIN_OF_VIEW:
+        inner = dtype.storage_type if isinstance(dtype, pa.BaseExtensionType) else dtype.value_type
+        return _holds_times(inner)
+    return pa.types.is_temporal(dtype)
 
 
 def distinct(column: Column) -> tuple[npt.NDArray[np.int64], list[Any]]:
@@ -150,6 +206,25 @@ def shown(value: object, width: int = 80) -> str:
     """`value` as a message shows it: its repr, cut to `width` characters."""
     text = repr(value)
     return text if len(text) <= width else f"{text[: width - 1]}…"
+
+
+def shown_type(dtype: pa.DataType) -> str:
+    """A type as a message shows it: of one with thousands of fields not all."""
+    return one_line(str(dtype), 80)
+
+
+def shown_names(names: Iterable[str], most: int = 20) -> str:
+    """Names of columns as a message lists them; there can be thousands, with anything in them."""
+    all_names = list(names)
+    listed = ", ".join(one_line(name, 40) for name in all_names[:most])
+    return listed if len(all_names) <= most else f"{listed} and {len(all_names) - most} more"
+
+
+def one_line(text: str, width: int = 200) -> str:
+    """The first line of a text, cut to `width` characters, with what cannot be printed written as an escape."""
+    line = next(iter(text.strip().splitlines()), "")[: width + 1]
+    line = "".join(c if c.isprintable() else repr(c)[1:-1] for c in line)
+    return line if len(line) <= width else f"{line[: width - 1]}…"
 
 
 def kind_of(value: object) -> str:

@@ -94,7 +94,7 @@ def _cells(name: str, column: Column) -> Iterable[tuple[int, object]]:
     if is_list(column.type):
         given = given & (list_lengths(column) > 0)
     elif name == PARENT_SAMPLE_COLUMN and pa.types.is_integer(column.type):
-        given = given & pc.not_equal(column, 0).fill_null(False).to_numpy()
+        given = given & pc.not_equal(column, pa.scalar(0, column.type)).fill_null(False).to_numpy()
     rows = np.flatnonzero(given)
     return zip(rows.tolist(), column.take(pa.array(rows)).to_pylist(), strict=True)
 

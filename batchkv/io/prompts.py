@@ -13,7 +13,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from batchkv.errors import RowError, RowErrorCode
-from batchkv.io.columns import PROMPT_COLUMNS, Column, decoded, is_given, is_list, is_string, kind_of, shown
+from batchkv.io.columns import PROMPT_COLUMNS, Column, decoded, is_given, is_list, is_string, kind_of, shown, shown_type
 from batchkv.io.token_lists import as_int32, holds_integers, list_lengths
 from batchkv.token_arena import TokenArena
 
@@ -106,7 +106,7 @@ def _not_exactly_one(names: list[str]) -> str:
 def _texts(column: Column, wanted: Bools) -> tuple[pa.ChunkedArray, dict[int, RowError]]:
     if not isinstance(column, list):
         if not is_string(column.type):
-            error = RowError("bad_prompt", f"prompt is {column.type}, must be a string")
+            error = RowError("bad_prompt", f"prompt is {shown_type(column.type)}, must be a string")
             return _no_texts(len(column)), _all_bad(wanted, error)
         return _null_where(~wanted, column.cast(pa.large_string())), {}
     cells = [cell if isinstance(cell, str) and ok else None for cell, ok in zip(column, wanted.tolist(), strict=True)]
@@ -203,7 +203,7 @@ def _token_lists(column: Column, wanted: Bools) -> tuple[TokenArena, dict[int, R
     if isinstance(column, list):
         return _listed_token_ids(column, wanted)
     if not holds_integers(column.type):
-        error = RowError("bad_prompt", f"prompt_token_ids is {column.type}, must be a list of integers")
+        error = RowError("bad_prompt", f"prompt_token_ids is {shown_type(column.type)}, must be a list of integers")
         return _no_token_ids(len(column)), _all_bad(wanted, error)
     lengths = list_lengths(column)
     parts = [as_int32(pc.list_flatten(chunk)) for chunk in column.chunks]

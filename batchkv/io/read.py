@@ -7,6 +7,7 @@ import hashlib
 import json
 import os
 import re
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -16,7 +17,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from batchkv.errors import RowError, UserError
-from batchkv.io.columns import JOB_COLUMNS, REQUEST_COLUMNS, Column, is_batch, kind_of
+from batchkv.io.columns import JOB_COLUMNS, REQUEST_COLUMNS, Column, is_batch, kind_of, one_line, readable, shown
 
 if TYPE_CHECKING:
     import polars as pl
@@ -167,8 +168,10 @@ def _of_files(paths: Sequence[Path]) -> JobSource:
 def _blocks_of_file(path: Path) -> Iterator[JobTable]:
     try:
         yield from _READERS[path.suffix.lower()](path)
+    except UnicodeDecodeError:
+        raise UserError(f"{path} cannot be read as a {path.suffix} file: a name in it is not UTF-8") from None
     except (OSError, pa.ArrowException) as error:
-        reason = (getattr(error, "strerror", None) or str(error) or "unknown reason").splitlines()[0]
+        reason = one_line(getattr(error, "strerror", None) or str(error)) or "unknown reason"
         raise UserError(f"{path} cannot be read as a {path.suffix} file: {reason}") from error
 
 
@@ -182,6 +185,7 @@ def _blocks_of_parquet(path: Path) -> Iterator[JobTable]:
         rows = min(max(BLOCK_BYTES // max(row_bytes, 1), 1), BLOCK_ROWS)
         first = 0
         for batch in file.iter_batches(rows):
+            batch.validate(full=True)  # the reader does not look whether strings are UTF-8
             yield _block_of(pa.Table.from_batches([batch]), f"{path} row {first}")
             first += batch.num_rows
         if not first:
@@ -204,25 +208,48 @@ def _blocks_of_ipc(path: Path) -> Iterator[JobTable]:
 def _blocks_of_batches(batches: Iterable[pa.RecordBatch], schema: pa.Schema, where: str) -> Iterator[JobTable]:
     _check_names(schema.names, where)
     first = 0
-    for batch in batches:
-        batch.validate()
-        for start in range(0, batch.num_rows, BLOCK_ROWS):
-            part = batch.slice(start, BLOCK_ROWS)
-            yield _block_of(pa.Table.from_batches([part]), f"{where} row {first}")
+    for table in _joined(batches):
+        for start in range(0, table.num_rows, BLOCK_ROWS):
+            part = table.slice(start, BLOCK_ROWS)
+            yield _block_of(part, f"{where} row {first}")
             first += part.num_rows
     if not first:
         yield _block_of(schema.empty_table(), where)
+
+
+def _joined(batches: Iterable[pa.RecordBatch]) -> Iterator[pa.Table]:
+    """Batches that are valid, small ones together: a block of each row by itself would take long."""
+    held: list[pa.RecordBatch] = []
+    rows, held_bytes = 0, 0
+    for batch in batches:
+        # Offsets and indices that point anywhere, and strings that are no UTF-8: what reads them next would crash.
+        batch.validate(full=True)
+        if held and (rows + batch.num_rows > BLOCK_ROWS or held_bytes + batch.nbytes > BLOCK_BYTES):
+            yield pa.Table.from_batches(held)
+            held, rows, held_bytes = [], 0, 0
+        held.append(batch)
+        rows, held_bytes = rows + batch.num_rows, held_bytes + batch.nbytes
+    if held:
+        yield pa.Table.from_batches(held)
 
 
 def _blocks_of_table(table: pa.Table, where: str) -> Iterator[JobTable]:
     for start in range(0, max(table.num_rows, 1), BLOCK_ROWS):
         # A table without columns would become as long as its slice.
         part = table.slice(start, min(BLOCK_ROWS, table.num_rows - start))
+        try:
+            part.validate(full=True)
+        except pa.ArrowException as error:
+            raise UserError(f"{where} is not valid from row {start} on: {one_line(str(error))}") from None
         yield _block_of(part, f"{where} row {start}")
 
 
 def _block_of(table: pa.Table, where: str) -> JobTable:
-    return JobTable(dict(zip(table.column_names, table.columns, strict=True)), table.num_rows, {}, where)
+    columns: dict[str, Column] = {
+        name: readable(name, column, where) if name in JOB_COLUMNS else column
+        for name, column in zip(table.column_names, table.columns, strict=True)
+    }
+    return JobTable(columns, table.num_rows, {}, where)
 
 
 def _with_distinct_names(table: pa.Table, source: str) -> pa.Table:
@@ -231,9 +258,9 @@ def _with_distinct_names(table: pa.Table, source: str) -> pa.Table:
 
 
 def _check_names(names: list[str], source: str) -> None:
-    twice = next((name for name in names if names.count(name) > 1), None)
+    twice = next((name for name, count in Counter(names).items() if count > 1), None)
     if twice is not None:
-        raise UserError(f"{source} has two columns named {twice!r}: rename one of them")
+        raise UserError(f"{source} has two columns named {shown(twice)}: rename one of them")
 
 
 @dataclass(frozen=True, slots=True)
@@ -341,7 +368,7 @@ def _infer(name: str, cells: list[Any], path: Path, lines: Sequence[int]) -> pa.
             middle = (low + high) // 2
             low, high = (middle, high) if _fits(cells[:middle]) else (low, middle)
         raise UserError(
-            f"{path} line {lines[high - 1]}: column {name!r} holds {kind_of(cells[high - 1])} "
+            f"{path} line {lines[high - 1]}: column {shown(name)} holds {kind_of(cells[high - 1])} "
             "that does not fit the lines before: give the column one type, for example make all of it strings"
         ) from None
 

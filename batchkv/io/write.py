@@ -13,10 +13,12 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from batchkv.errors import UserError
-from batchkv.io.columns import is_list
+from batchkv.io.columns import one_line, shown
 from batchkv.io.read import StrPath
 
 JSON_LINES = (".jsonl", ".ndjson")
+# Polars panics, which is no `Exception`, where it has no code for a type.
+_CANNOT = (pa.ArrowException, pl.exceptions.PolarsError, pl.exceptions.PanicException)
 _GROUP_ROWS, _GROUP_BYTES = 1 << 16, 32 << 20  # of a row group in Parquet
 
 
@@ -30,7 +32,7 @@ def check_schema(path: StrPath, schema: pa.Schema) -> None:
     with open(os.devnull, "wb") as nowhere:
         try:
             _WRITERS[target.suffix.lower()]([schema.empty_table()], schema, nowhere)
-        except (pa.ArrowException, pl.exceptions.PolarsError) as error:
+        except _CANNOT as error:
             raise _cannot_be_stored(error, target) from error
 
 
@@ -71,7 +73,7 @@ def write_tables(
     def write(file: IO[bytes]) -> None:
         try:
             _WRITERS[target.suffix.lower()](tables, schema, file)
-        except (pa.ArrowException, pl.exceptions.PolarsError) as error:
+        except _CANNOT as error:
             raise _cannot_be_stored(error, target) from error
 
     replace_file(target, temporary, write, before_rename)
@@ -128,7 +130,7 @@ def checked_target(path: StrPath) -> Path:
 
 
 def _cannot_be_stored(error: Exception, target: Path) -> UserError:
-    return UserError(f"a column cannot be stored in a {target.suffix} file: {str(error).splitlines()[0]}")
+    return UserError(f"a column cannot be stored in a {target.suffix} file: {one_line(str(error))}")
 
 
 def _write_parquet(tables: Iterable[pa.Table], schema: pa.Schema, file: IO[bytes]) -> None:
@@ -144,9 +146,10 @@ def _write_ipc(tables: Iterable[pa.Table], schema: pa.Schema, file: IO[bytes]) -
 
 
 def _write_json_lines(tables: Iterable[pa.Table], schema: pa.Schema, file: IO[bytes]) -> None:
-    binary = next((field.name for field in schema if _holds_binary(field.type)), None)
-    if binary is not None:
-        raise UserError(f"column {binary!r} is binary, which JSON cannot hold: write .parquet, or drop it")
+    for field in schema:
+        kind = _without_json(field.type)
+        if kind is not None:
+            raise UserError(f"column {shown(field.name)} is {kind}, which JSON cannot hold: write .parquet, or drop it")
     for table in tables:
         pl.DataFrame(table).write_ndjson(file)
 
@@ -163,14 +166,17 @@ def _joined(tables: Iterable[pa.Table], most_rows: int) -> Iterator[pa.Table]:
         yield pa.concat_tables(held)
 
 
-def _holds_binary(dtype: pa.DataType) -> bool:
-    if pa.types.is_struct(dtype):
-        return any(_holds_binary(field.type) for field in dtype)
-    if pa.types.is_map(dtype):
-        return _holds_binary(dtype.key_type) or _holds_binary(dtype.item_type)
-    if is_list(dtype) or pa.types.is_dictionary(dtype):
-        return _holds_binary(dtype.value_type)
-    return "binary" in str(dtype)
+def _without_json(dtype: pa.DataType) -> str | None:
+    """What polars, which would end the process, cannot write as JSON, at any depth."""
+    if isinstance(dtype, pa.BaseExtensionType):
+        return _without_json(dtype.storage_type)
+    if dtype.num_fields:
+        return next(filter(None, (_without_json(dtype.field(i).type) for i in range(dtype.num_fields))), None)
+    if pa.types.is_dictionary(dtype):
+        return _without_json(dtype.value_type)
+    if pa.types.is_decimal256(dtype):
+        return "decimal256"
+    return "binary" if "binary" in str(dtype) else None
 
 
 def _sync_folder(folder: Path) -> None:

@@ -8,6 +8,8 @@ import logging
 import os
 import subprocess
 import sys
+from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -237,9 +239,22 @@ class TestDirectory:
         (directory / "code.py").write_text(f"open({str(proof)!r}, 'w')\nclass Config: pass\nclass Model: pass\n")
         auto_map = {"AutoConfig": "code.Config", "AutoModelForCausalLM": "code.Model"}
         edit_config(directory, model_type="no-such-thing", auto_map=auto_map)
-        with pytest.raises(UserError, match="code of its own, which is never run"):
+        for load in (load_config, load_tokenizer, partial(load_model, dtype="auto", device=CPU)):
+            with suppress(UserError):
+                load(resolve_model(str(directory)))
+        with pytest.raises(UserError, match="code of its own, which is never run unless you trust it"):
             load_model(resolve_model(str(directory)), "auto", CPU)
         assert not proof.exists()
+
+    def test_code_that_is_trusted_is_run(self, directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(directory.parent / "modules"))
+        proof = directory / "was_run"
+        code = "from transformers import LlamaConfig\nclass Config(LlamaConfig):\n    model_type = 'of-its-own'\n"
+        (directory / "code_of_model.py").write_text(f"open({str(proof)!r}, 'w').close()\n{code}")
+        edit_config(directory, model_type="of-its-own", auto_map={"AutoConfig": "code_of_model.Config"})
+        config = load_config(resolve_model(str(directory), trust_remote_code=True))
+        assert type(config).__name__ == "Config"
+        assert proof.exists()
 
     def test_an_unsupported_model_is_refused_before_its_weights_are_read(self, directory: Path) -> None:
         edit_config(directory, rope_parameters={"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0})

@@ -1,0 +1,1 @@
+"""Mutated job files through the readers: `python -m tests.fuzz --help`."""
