@@ -23,7 +23,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from filelock import FileLock, Timeout
 
-from batchkv.errors import UserError
+from batchkv.errors import UserError, cannot_go_on, is_disk_full
 from batchkv.io.write import check_schema, checked_target, write_tables
 from batchkv.manifest import Manifest
 from batchkv.parts import PartFile, read_part
@@ -132,8 +132,14 @@ class RunFolder:
         """Writes the results and puts them in their place; then the folder is gone.
 
         Whatever instant the process ends at, the results are complete or there is still all that they are made of.
+
+        Raises:
+            UserError: they cannot be written.
         """
-        write_tables(tables, schema, self.out, self._result, before_rename=lambda: self._mark_complete(summary))
+        try:
+            write_tables(tables, schema, self.out, self._result, before_rename=lambda: self._mark_complete(summary))
+        except OSError as error:
+            raise cannot_go_on(self.out, error) from error
         self._remove()
 
     # -- how
@@ -195,7 +201,7 @@ def open_run_folder(out: Path, *, overwrite: bool) -> Iterator[RunFolder]:
     """The folder of the run that writes `out`, made if need be.
 
     Raises:
-        UserError: another run has it; or it cannot be made.
+        UserError: another run has it; or it cannot be made; or the disk is full, now or while the run goes on.
     """
     target = checked_target(out)
     path = parts_path(target)
@@ -210,6 +216,10 @@ def open_run_folder(out: Path, *, overwrite: bool) -> Iterator[RunFolder]:
                 _remove_if_unused(path)
     except Timeout:
         raise UserError(f"another run is writing {out}: wait for it, or choose another --out") from None
+    except OSError as error:
+        if is_disk_full(error):
+            raise cannot_go_on(path, error) from error
+        raise
 
 
 def parts_path(out: Path) -> Path:

@@ -1,8 +1,8 @@
 """`batchkv` again and again in processes that are forked from one that has imported everything: each is a real process
 that can be killed at any instant, and starts in a moment instead of in seconds.
 
-The parent of them, `python -m tests.cli_forks`, computes nothing itself, so that no thread is lost in a fork. It reads
-one request a line from its input and answers each with a line, both JSON.
+The parent of them, `python -m tests.cli_forks MODEL`, has loaded the model once, with one thread, so that none is lost
+in a fork. It reads one request a line from its input and answers each with a line, both JSON.
 """
 
 from __future__ import annotations
@@ -45,11 +45,18 @@ class Ended:
 
 
 class ForkedCli:
-    """A context manager whose calls run the command line."""
+    """A context manager whose calls run the command line.
+
+    Args:
+        model: the directory of a model, whose code is imported.
+    """
+
+    def __init__(self, model: Path) -> None:
+        self._model = model
 
     def __enter__(self) -> ForkedCli:
         self._parent = subprocess.Popen(
-            [sys.executable, "-m", "tests.cli_forks"],
+            [sys.executable, "-m", "tests.cli_forks", str(self._model)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
@@ -80,10 +87,11 @@ class ForkedCli:
 
 
 def _serve() -> None:
-    import batchkv.engine  # noqa: F401
-    import batchkv.cli.main  # noqa: F401
-    from tests.tiny_models import FAMILIES  # noqa: F401  imports the models
+    import batchkv.cli.main
+    import batchkv.results  # noqa: F401
+    from batchkv.engine import Engine
 
+    Engine(sys.argv[1])
     for line in sys.stdin:
         request = json.loads(line)
         print(json.dumps(asdict(_run(request))), flush=True)

@@ -7,13 +7,15 @@ from __future__ import annotations
 import json
 import os
 import random
+import shutil
 import signal
 import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import datetime
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -22,14 +24,17 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from batchkv.engine import Engine
+from batchkv.errors import UserError
 from batchkv.parts import read_part
-from batchkv.run_folder import parts_path
+from batchkv.run_folder import open_run_folder, parts_path
+from batchkv.sampling_params import SamplingParams
 from tests.cli_forks import Ended, ForkedCli, Stop
-from tests.tiny_models import FAMILIES, save_tiny
+from tests.tiny_models import FAMILIES, save_tiny, tiny_tokenizer
 
 # How many kills fall into each part of a run's life, which begins with that event of its log.
 KILLS: dict[str | None, int] = {None: 4, "started": 3, "read": 9, "publishing": 4}
-OPTIONS = ("--max-tokens", "14", "--max-batch-rows", "8", "--kv-memory", "8MiB")
+OPTIONS = ("--max-tokens", "10", "--max-batch-rows", "8", "--kv-memory", "8MiB")
 
 
 def job_rows() -> list[dict[str, Any]]:
@@ -80,9 +85,11 @@ class Whole:
     summary: dict[str, Any]
     phases: dict[str | None, float]  # seconds, by the event that each begins with
 
-    def run(self, out: Path, stop: Stop | None = None) -> tuple[Ended, dict[str, Any] | None]:
-        """The command, and its summary if it ended as it should."""
-        folder = out.parent / f"{out.name}.told"
+    def run(
+        self, out: Path, stop: Stop | None = None, *, told: Path | None = None
+    ) -> tuple[Ended, dict[str, Any] | None]:
+        """The command, and its summary if it ended as it should. `told` is where its log goes."""
+        folder = (told or out.parent) / f"{out.name}.told"
         folder.mkdir(exist_ok=True)
         summary = folder / "summary.json"
         summary.unlink(missing_ok=True)
@@ -101,7 +108,7 @@ def command_of(folder: Path) -> tuple[str, ...]:
 def whole(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Whole]:
     folder = tmp_path_factory.mktemp("whole")
     command, out = command_of(folder), folder / "whole.parquet"
-    with ForkedCli() as cli:
+    with ForkedCli(folder / "model") as cli:
         for _ in range(2):  # the first one warms what the file system holds
             out.unlink(missing_ok=True)
             first = Whole(cli, command, pa.table({}), {}, {})
@@ -115,9 +122,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Whole]:
 def phases_of(log: Path, seconds: float) -> dict[str | None, float]:
     times = {line["event"]: datetime.fromisoformat(line["time"]) for line in map(json.loads, log.open())}
     events = ["started", "read", "publishing", "finished"]
-    lengths = {
-        one: (times[next_one] - times[one]).total_seconds() for one, next_one in zip(events, events[1:], strict=False)
-    }
+    lengths = {one: (times[next_one] - times[one]).total_seconds() for one, next_one in pairwise(events)}
     return {None: seconds - sum(lengths.values()), **lengths}
 
 
@@ -163,10 +168,10 @@ def generated_beside(results: pa.Table, done: set[tuple[int, int]]) -> int:
     return sum(left.values())
 
 
-def check_gone_on_with(whole: Whole, out: Path) -> None:
+def check_gone_on_with(whole: Whole, out: Path, *, told: Path | None = None) -> None:
     """The same command again ends well, having done only what was left."""
     done, is_complete = held_by(out), (parts_path(out) / "complete.json").exists() or out.exists()
-    ended, summary = whole.run(out)
+    ended, summary = whole.run(out, told=told)
     assert summary is not None, ended
     results = pq.read_table(out)
     assert same_results(results, whole.results, exactly=whole.summary["batch_invariant"])
@@ -178,15 +183,19 @@ def check_gone_on_with(whole: Whole, out: Path) -> None:
         assert summary[name] == whole.summary[name]
 
 
-def kill(whole: Whole, out: Path, event: str | None, share: float) -> None:
-    """Kills a run when a share of that part of its life is over."""
-    while True:
-        ended, _ = whole.run(out, Stop(event, share * whole.phases[event]))
+def kill(whole: Whole, out: Path, event: str | None, share: float) -> bool:
+    """Kills a run when a share of that part of its life is over.
+
+    Returns:
+        Whether one had come to its end before, as it was faster than the one that was measured.
+    """
+    for attempt in range(10):
+        ended, _ = whole.run(out, Stop(event, share / 2**attempt * whole.phases[event]))
         if ended.code == -signal.SIGKILL:
-            return
-        assert ended.code == 3, ended  # faster than the one that was measured
+            return attempt > 0
+        assert ended.code == 3, ended
         out.unlink()
-        share /= 2
+    raise AssertionError("no run could be killed")
 
 
 def test_the_job_has_all_that_can_be_lost(whole: Whole) -> None:
@@ -209,22 +218,13 @@ def instants(seed: int) -> list[tuple[str | None, float]]:
 
 @pytest.mark.parametrize("pair", range(sum(KILLS.values()) // 2))
 def test_killed_twice_at_any_instant(whole: Whole, tmp_path: Path, pair: int) -> None:
-    out, before = tmp_path / "out.parquet", set()
+    out = tmp_path / "out.parquet"
+    held: set[tuple[int, int]] = set()
     for event, share in instants(seed=5)[2 * pair : 2 * pair + 2]:
-        kill(whole, out, event, share)
-        assert before <= held_by(out)
-        before = held_by(out)
-    check_gone_on_with(whole, out)
-
-
-def test_killed_time_and_again_it_comes_to_its_end(whole: Whole, tmp_path: Path) -> None:
-    """However often it is killed, every run finishes something."""
-    out, held = tmp_path / "out.parquet", -1
-    for _ in range(3):
-        ended, _ = whole.run(out, Stop("read", whole.phases["read"] / 3))
-        assert ended.code == -signal.SIGKILL
-        assert len(held_by(out)) > held
-        held = len(held_by(out))
+        if kill(whole, out, event, share):
+            held.clear()
+        assert held <= held_by(out)
+        held = held_by(out)
     check_gone_on_with(whole, out)
 
 
@@ -261,8 +261,10 @@ def wait_for_samples(out: Path, process: subprocess.Popen[bytes]) -> None:
         time.sleep(0.01)
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-@pytest.mark.parametrize(("event", "share"), [("started", 0.5), ("read", 0.1), ("read", 0.6)])
+@pytest.mark.parametrize(
+    ("number", "event", "share"),
+    [(signal.SIGTERM, "read", 0.1), (signal.SIGTERM, "read", 0.6), (signal.SIGINT, "started", 0.5)],
+)
 def test_interrupted(whole: Whole, tmp_path: Path, number: signal.Signals, event: str, share: float) -> None:
     out = tmp_path / "out.parquet"
     ended, _ = whole.run(out, Stop(event, share * whole.phases[event], number))
@@ -274,23 +276,115 @@ def test_interrupted(whole: Whole, tmp_path: Path, number: signal.Signals, event
     check_gone_on_with(whole, out)
 
 
-@pytest.mark.parametrize("cut", [1, 7, 20])
-def test_a_part_that_was_cut_off_is_gone_on_with(whole: Whole, tmp_path: Path, cut: int) -> None:
-    out = tmp_path / "out.parquet"
-    kill(whole, out, "read", 0.7)
-    (part,) = parts_path(out).glob("part-*")
-    held = held_by(out)
-    os.truncate(part, part.stat().st_size - cut)
-    assert held_by(out) < held
-    check_gone_on_with(whole, out)
-
-
-def test_a_part_that_was_damaged_is_used_up_to_there(whole: Whole, tmp_path: Path) -> None:
+@pytest.mark.parametrize("is_cut", [True, False])
+def test_a_part_that_is_torn_or_damaged_is_used_up_to_there(whole: Whole, tmp_path: Path, is_cut: bool) -> None:
     out = tmp_path / "out.parquet"
     kill(whole, out, "read", 0.7)
     (part,) = parts_path(out).glob("part-*")
     held, data = held_by(out), bytearray(part.read_bytes())
-    data[len(data) // 2] ^= 1
+    if is_cut:
+        del data[-7:]
+    else:
+        data[len(data) // 2] ^= 1
     part.write_bytes(data)
     assert held_by(out) < held
     check_gone_on_with(whole, out)
+
+
+@dataclass(frozen=True, slots=True)
+class SmallDisk:
+    """A file system in memory that holds only so much."""
+
+    path: Path
+
+    def resize(self, kib: int) -> None:
+        subprocess.run(["mount", "-o", f"remount,size={kib}k", str(self.path)], check=True)
+
+
+@pytest.fixture
+def disk(tmp_path: Path) -> Iterator[SmallDisk]:
+    path = tmp_path / "disk"
+    path.mkdir()
+    command = ["mount", "-t", "tmpfs", "-o", "size=4k", "batchkv-tests", str(path)]
+    if shutil.which("mount") is None or subprocess.run(command, capture_output=True).returncode:
+        pytest.skip("file systems cannot be mounted here: that takes rights that this user has not")
+    try:
+        yield SmallDisk(path)
+    finally:
+        subprocess.run(["umount", "--lazy", str(path)], check=True)
+
+
+def says_how_to_go_on(ended: Ended) -> bool:
+    lines = ended.stderr.splitlines()
+    return (
+        ended.code == 2
+        and len(lines) == 1
+        and "No space left on device" in lines[0]
+        and lines[0].endswith("what is finished is kept; free some space and give the same command again")
+    )
+
+
+def test_a_disk_that_has_no_room_for_the_parts(whole: Whole, disk: SmallDisk) -> None:
+    out = disk.path / "out.parquet"
+    disk.resize(40)
+    ended, _ = whole.run(out, told=disk.path.parent)
+    assert says_how_to_go_on(ended), ended
+    assert 0 < len(held_by(out)) < whole.summary["samples"]
+    disk.resize(1024)
+    check_gone_on_with(whole, out, told=disk.path.parent)
+
+
+@pytest.mark.parametrize("ending", ["parquet", "arrow", "jsonl"])
+def test_a_disk_that_has_no_room_for_the_result(whole: Whole, disk: SmallDisk, ending: str) -> None:
+    out = disk.path / f"out.{ending}"
+    jobs = disk.path.parent / "jobs.jsonl"
+    chance = random.Random(1)
+    rows = [{**row, "ballast": chance.randbytes(1 << 14).hex()} for row in job_rows()]
+    jobs.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    laden = replace(whole, command=("run", str(jobs), *whole.command[2:]))
+    disk.resize(512)
+    ended, _ = laden.run(out, told=disk.path.parent)
+    assert says_how_to_go_on(ended), ended
+    assert len(held_by(out)) == whole.summary["samples"]
+    assert not out.exists()
+    disk.resize(1 << 14)
+    ended, summary = laden.run(out, told=disk.path.parent)
+    assert summary is not None, ended
+    assert (summary["resumed_samples"], summary["generated_tokens"]) == (whole.summary["samples"], 0)
+    if ending == "parquet":
+        results = pq.read_table(out)
+        assert same_results(results.drop_columns("ballast"), whole.results, exactly=whole.summary["batch_invariant"])
+
+
+@pytest.fixture(scope="module")
+def engine() -> Engine:
+    return Engine(FAMILIES["llama"](), tiny_tokenizer(), max_batch_rows=8)
+
+
+def run_or_say_how_to_go_on(engine: Engine, jobs: Path, out: Path, sampling: SamplingParams) -> dict[str, Any] | None:
+    try:
+        with open_run_folder(out, overwrite=False) as folder:
+            return engine.run_into(folder, jobs, sampling)
+    except UserError as error:
+        if "free some space and give the same command again" not in str(error):
+            raise
+        return None
+
+
+def test_wherever_the_disk_is_full_it_is_said_and_gone_on(engine: Engine, disk: SmallDisk) -> None:
+    """From no room at all, little by little, until there is enough: one run that has to be started many times."""
+    jobs, out = disk.path.parent / "jobs.jsonl", disk.path / "out.jsonl"
+    jobs.write_text("".join(json.dumps(row) + "\n" for row in job_rows()[-25:]))
+    sampling = SamplingParams(max_tokens=3)
+    failures = 0
+    for kib in range(4, 1000, 20):
+        disk.resize(kib)
+        summary = run_or_say_how_to_go_on(engine, jobs, out, sampling)
+        if summary is not None:
+            break
+        failures += 1
+    assert summary is not None
+    assert failures > 3
+    assert summary["resumed_samples"] > 0
+    expected = engine.run(jobs, sampling)
+    assert [json.loads(line)["token_ids"] for line in out.open()] == expected["token_ids"].to_pylist()
