@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
@@ -12,12 +13,13 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from batchkv.cli.main import main
 from batchkv.engine import Engine
 from batchkv.run_folder import open_run_folder
 from batchkv.sampling_params import SamplingParams
 from batchkv.writer import summary_of
 from tests.oracle import generate_alone
-from tests.tiny_models import EOS, FAMILIES, IM_END, tiny_tokenizer
+from tests.tiny_models import EOS, FAMILIES, IM_END, save_tiny, tiny_tokenizer
 
 TOKENIZER = tiny_tokenizer()
 EOS_ID, IM_END_ID = TOKENIZER.convert_tokens_to_ids([EOS, IM_END])
@@ -320,3 +322,144 @@ def test_resumed_in_the_middle_of_a_conversation(tmp_path: Path, family: str, sh
         for one, other in zip(results["logprobs"].to_pylist(), whole["logprobs"].to_pylist(), strict=True):
             assert np.allclose(one, other, atol=1e-5)
         out.unlink()
+
+
+def lineages(stop: str) -> list[Row]:
+    """Parents of all kinds and their children, as texts."""
+    chain = [{"id": f"chain {i}", "prompt": f"and {i}", "parent": f"chain {i - 1}" if i else None} for i in range(7)]
+    twins = [{"id": f"twin {i}", "prompt": "the king of the twins", "n": i + 1} for i in range(2)]
+    of_twins = [{"id": f"of twin {i}", "prompt": " says", "parent": f"twin {i % 2}"} for i in range(3)]
+    samples = {"id": "samples", "prompt": "you and the other", "n": 3, "temperature": 0.9}
+    of_samples = [
+        {"id": f"of sample {i} {text}", "prompt": text, "parent": "samples", "parent_sample": i}
+        for i in (2, 0, 1)
+        for text in (" then", " then on", "?")
+    ]
+    stopped = {"id": "stopped", "prompt": "the ring", "stop": [stop]}
+    of_stopped = [{"id": f"of stopped {i}", "prompt": " or not", "parent": "stopped"} for i in range(2)]
+    short = {"id": "short", "prompt": "on", "max_tokens": 1}
+    of_short = {"id": "of short", "prompt": " it goes", "parent": "short"}
+    rows = [*chain, *twins, *of_twins, samples, *of_samples, stopped, *of_stopped, short, of_short]
+    return rows[::-1]  # children before their parents
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma2"])
+def test_parents_of_all_kinds(family: str) -> None:
+    engine = engine_of(family)
+    first, _ = run(engine, [{"id": "stopped", "prompt": "the ring"}])
+    stop = first["text"][0].as_py()[2:4]
+    rows = {row["id"]: row for row in lineages(stop)}
+    results, summary = run(engine, list(rows.values()))
+    assert results["error_code"].null_count == len(results)
+    assert summary["prefill_tokens"] == summary["planned_prefill_tokens"]
+    tokens, cached = of_rows(results), of_rows(results, "num_cached_tokens")
+    lengths = of_rows(results, "num_prompt_tokens")
+    assert of_rows(results, "finish_reason")["stopped", 0] == "stop"
+    assert stop not in of_rows(results, "text")["stopped", 0]
+
+    def prompt(row: Row) -> list[int]:
+        parent = row.get("parent")
+        if parent is None:
+            return [*TOKENIZER.encode(row["prompt"])]
+        own = TOKENIZER.encode(row["prompt"], add_special_tokens=False)
+        return [*prompt(rows[parent]), *tokens[parent, row.get("parent_sample", 0)], *own]
+
+    for row in rows.values():
+        assert lengths[row["id"], 0] == len(prompt(row))
+        if row.get("parent") is not None:
+            before = len(prompt(row)) - len(TOKENIZER.encode(row["prompt"], add_special_tokens=False))
+            assert cached[row["id"], 0] >= before - 1, row  # all but the last token of the reply, which had not run
+        if not row.get("temperature") and "stop" not in row:
+            alone = generate_alone(engine.model, prompt(row), row.get("max_tokens", NEW_TOKENS), [EOS_ID])
+            assert tokens[row["id"], 0] == alone, row
+    if family == "llama":
+        generations: list[list[tuple[list[int], list[list[int]]]]] = [[] for _ in range(7)]
+        for name, row in rows.items():
+            depth, above = 0, row
+            while above.get("parent") is not None:
+                depth, above = depth + 1, rows[above["parent"]]
+            samples = [tokens[name, i] for i in range(row.get("n", 1))]
+            generations[depth].append((prompt(row), samples))
+        assert summary["prefill_tokens"] == ideal_prefill(generations)
+
+
+def test_what_depends_on_failed_rows_fails_and_the_rest_runs(engine: Engine) -> None:
+    uses_long = 'x{{ outputs["long"] }}'
+    rows: list[Row] = [
+        *conversations(2),
+        {"id": "bad", "prompt": "x", "temperature": -1.0},
+        {"id": "child", "prompt": "x", "parent": "bad"},
+        {"id": "grandchild", "prompt": "x", "parent": "child"},
+        {"id": "user", "prompt": 'x{{ outputs["grandchild"] }}', "depends_on": ["grandchild", "draft 0"]},
+        {"id": "long", "prompt": "x" * 600, "parent": "draft 0"},  # known when its turn comes
+        {"id": "uses long", "prompt": uses_long, "depends_on": ["draft 1", "long"]},
+        {"id": "after that", "prompt": "x", "parent": "uses long"},
+        {"id": "no such", "prompt": '{{ outputs["draft 0"][7].x.y }}', "depends_on": ["draft 0"]},
+        {"id": "after no such", "prompt": "x", "parent": "no such"},
+    ]
+    results, summary = run(engine, rows)
+    codes = {key[0]: code for key, code in of_rows(results, "error_code").items()}
+    assert {key: code for key, code in codes.items() if code} == {
+        "bad": "bad_parameter",
+        "child": "dependency_failed",
+        "grandchild": "dependency_failed",
+        "user": "dependency_failed",
+        "long": "too_long",
+        "uses long": "dependency_failed",
+        "after that": "dependency_failed",
+        "no such": "bad_template",
+        "after no such": "dependency_failed",
+    }
+    messages = {key[0]: text for key, text in of_rows(results, "error").items()}
+    assert "bad" in messages["user"]
+    assert "long" in messages["after that"]
+    assert (summary["ok"], summary["errors"]) == (6, 9)
+    alone, _ = run(engine, rows[:6])
+    assert [of_rows(results)[key] for key in of_rows(alone)] == list(of_rows(alone).values())
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma2"])
+def test_tenants_share_nothing(family: str) -> None:
+    engine = engine_of(family)
+    one = conversation(0, stop_token_ids=None)
+
+    def of_tenant(tenant: str | None) -> list[Row]:
+        return [
+            {
+                **row,
+                "id": f"{row['id']} {tenant}",
+                "tenant": tenant,
+                "parent": row.get("parent") and f"{row['parent']} {tenant}",
+                "depends_on": [f"{name} {tenant}" for name in row.get("depends_on", [])] or None,
+                "messages": json.loads(json.dumps(row["messages"]).replace(' 0\\"]', f' 0 {tenant}\\"]')),
+            }
+            for row in one
+        ]
+
+    results, summary = run(engine, [*of_tenant("red"), *of_tenant("blue"), *of_tenant(None)])
+    _, alone = run(engine, one)
+    assert results["error_code"].null_count == len(results)
+    assert summary["prefill_tokens"] == 3 * alone["prefill_tokens"]
+    cached = results["num_cached_tokens"].to_pylist()
+    assert cached[:3] == cached[3:6] == cached[6:]
+    assert cached[0] == 0
+    tokens = results["token_ids"].to_pylist()
+    assert tokens[:3] == tokens[3:6] == tokens[6:]
+
+
+def test_plan_shows_the_generations(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    model, jobs = save_tiny(FAMILIES["llama"](), tmp_path / "model"), tmp_path / "jobs.parquet"
+    pq.write_table(table_of([*conversations(5), {"id": "bad", "prompt": "x", "parent": "nobody"}]), jobs)
+
+    def plan(*options: str) -> str:
+        monkeypatch.setattr(sys, "argv", ["batchkv", "plan", str(jobs), "--model", str(model), *options])
+        with pytest.raises(SystemExit) as end:
+            main()
+        assert not end.value.code
+        return capsys.readouterr().out
+
+    assert "5, then 5, then 5 rows" in plan()
+    planned = json.loads(plan("--format", "json"))
+    assert (planned["generations"], planned["errors"]) == ([5, 5, 5], 1)
