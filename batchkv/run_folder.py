@@ -188,11 +188,14 @@ class RunFolder:
         return None
 
     def _clear(self) -> None:
-        for path in self.path.iterdir():
-            if path.name != "lock":
-                path.unlink()
+        """What tells that the results are complete goes last, as long as anything else is there."""
+        marks = ("lock", self._manifest.name, self._complete.name)
+        for path in [*(path for path in self.path.iterdir() if path.name not in marks), self._manifest, self._complete]:
+            path.unlink(missing_ok=True)
 
     def _remove(self) -> None:
+        with suppress(OSError):
+            self._clear()
         shutil.rmtree(self.path, ignore_errors=True)
 
 

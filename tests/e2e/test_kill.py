@@ -170,6 +170,9 @@ def generated_beside(results: pa.Table, done: set[tuple[int, int]]) -> int:
 
 def check_gone_on_with(whole: Whole, out: Path, *, told: Path | None = None) -> None:
     """The same command again ends well, having done only what was left."""
+    if out.exists() and not parts_path(out).exists():  # nothing was left
+        assert same_results(pq.read_table(out), whole.results, exactly=whole.summary["batch_invariant"])
+        return
     done, is_complete = held_by(out), (parts_path(out) / "complete.json").exists() or out.exists()
     ended, summary = whole.run(out, told=told)
     assert summary is not None, ended
@@ -283,7 +286,7 @@ def test_a_part_that_is_torn_or_damaged_is_used_up_to_there(whole: Whole, tmp_pa
     (part,) = parts_path(out).glob("part-*")
     held, data = held_by(out), bytearray(part.read_bytes())
     if is_cut:
-        del data[-7:]
+        del data[-len(data) // 4 :]
     else:
         data[len(data) // 2] ^= 1
     part.write_bytes(data)
@@ -377,7 +380,7 @@ def test_wherever_the_disk_is_full_it_is_said_and_gone_on(engine: Engine, disk: 
     jobs.write_text("".join(json.dumps(row) + "\n" for row in job_rows()[-25:]))
     sampling = SamplingParams(max_tokens=3)
     failures = 0
-    for kib in range(4, 1000, 20):
+    for kib in range(4, 1000, 8):
         disk.resize(kib)
         summary = run_or_say_how_to_go_on(engine, jobs, out, sampling)
         if summary is not None:
