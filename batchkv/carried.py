@@ -131,6 +131,8 @@ def cached_nodes(
         has_sequence: bool [prompts], whether something is generated or scored after a prompt.
         windowed: layers see only part of what is before them, and so the KV of a prefix is there for its end alone.
     """
+    if not len(handles):
+        return CachedNodes.none(trie)
     order = np.argsort(kept_prompt, kind="stable")
     prompts, handles = kept_prompt[order], handles[order]
     first = np.searchsorted(prompts, trie.prompt_lo)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Literal
 
 RowErrorCode = Literal[
@@ -31,6 +33,19 @@ class Interrupted(SystemExit):
 
 class UserError(ValueError):
     """The command, the job file or the model is unusable: one line saying what, where and how to mend it."""
+
+
+def is_disk_full(error: OSError) -> bool:
+    """Whether there is no room for what was to be written: on the disk, or in the user's share of it."""
+    return error.errno in (errno.ENOSPC, errno.EDQUOT)
+
+
+def cannot_go_on(path: Path, error: OSError) -> UserError:
+    """A file of a run cannot be written; the run can be gone on with."""
+    return UserError(
+        f"{path} cannot be written: {error.strerror or error}: what is finished is kept; "
+        "free some space and give the same command again"
+    )
 
 
 @dataclass(frozen=True, slots=True)

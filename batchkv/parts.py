@@ -20,7 +20,7 @@ from time import monotonic
 
 import pyarrow as pa
 
-from batchkv.errors import UserError
+from batchkv.errors import cannot_go_on
 from batchkv.records import SCHEMA, Record, as_batch
 
 _MAGIC = b"BKVPART1"
@@ -62,10 +62,7 @@ class PartFile:
             while view:
                 view = view[self._file.write(view) :]
         except OSError as error:
-            raise UserError(
-                f"{self._path} cannot be written: {error.strerror or error}: what is finished is kept; "
-                "free some space and give the same command again"
-            ) from error
+            raise cannot_go_on(self._path, error) from error
 
 
 def read_part(path: Path) -> Iterator[pa.RecordBatch]:

@@ -6,12 +6,11 @@ written.
 
 from __future__ import annotations
 
-import errno
 import mmap
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from tempfile import TemporaryFile
+from tempfile import TemporaryFile, gettempdir
 from time import perf_counter
 from typing import IO, Any
 
@@ -24,7 +23,7 @@ from batchkv.choices import check_choices
 from batchkv.constraints import ConstraintChecks
 from batchkv.deferred import DeferredPrompts
 from batchkv.dependencies import Dependencies, find_dependencies
-from batchkv.errors import RowError, UserError
+from batchkv.errors import RowError, UserError, is_disk_full
 from batchkv.io.carried import CarriedSchema, conformed
 from batchkv.io.columns import CONTINUATION_COLUMN
 from batchkv.io.dependencies import References
@@ -139,10 +138,21 @@ def take_in(
     Raises:
         UserError: no row of the job can be run, or the token file cannot be written.
     """
-    with TemporaryFile(dir=scratch) as token_file:  # what is mapped outlasts it
-        deferred = DeferredPrompts(scratch)
-        intake = _Intake(defaults, tokenizer, limits, token_file, deferred, constraints, reject, metrics, only_scored)
-        return _take_in(intake, source, on_progress)
+    try:
+        with TemporaryFile(dir=scratch) as token_file:  # what is mapped outlasts it
+            deferred = DeferredPrompts(scratch)
+            intake = _Intake(
+                defaults, tokenizer, limits, token_file, deferred, constraints, reject, metrics, only_scored
+            )
+            return _take_in(intake, source, on_progress)
+    except OSError as error:
+        if is_disk_full(error):
+            where = scratch or f"the temporary folder {gettempdir()}"
+            raise UserError(
+                f"{where} has no room for the job's tokens: {error.strerror}: "
+                "free some space and give the same command again"
+            ) from error
+        raise
 
 
 def _take_in(intake: _Intake, source: JobSource, on_progress: OnProgress) -> Rows:
@@ -314,13 +324,7 @@ class _Intake:
         return TokenArena.from_rows(rows), score_from
 
     def _write(self, arena: TokenArena) -> None:
-        try:
-            self.token_file.write(np.ascontiguousarray(arena.tokens).data)
-        except OSError as error:
-            where = "the temporary folder" if error.errno == errno.ENOSPC else "a temporary file"
-            raise UserError(
-                f"the job's tokens cannot be written to {where}: {error.strerror}: free some space"
-            ) from error
+        self.token_file.write(np.ascontiguousarray(arena.tokens).data)
 
     def _params_of(self, job: Job) -> npt.NDArray[np.int32]:
         """int32 [rows]: which of all parameters each row has."""

@@ -13,8 +13,9 @@ import hashlib
 import json
 import os
 import shutil
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from filelock import FileLock, Timeout
 
-from batchkv.errors import UserError
+from batchkv.errors import UserError, cannot_go_on, is_disk_full
 from batchkv.io.write import JSON_LINES, check_schema, checked_target, write_lines, write_tables
 from batchkv.manifest import Manifest
 from batchkv.parts import PartFile, read_part
@@ -136,13 +137,21 @@ class RunFolder:
         """Writes the results and puts them in their place; then the folder is gone.
 
         Whatever instant the process ends at, the results are complete or there is still all that they are made of.
+
+        Raises:
+            UserError: they cannot be written.
         """
-        write_tables(tables, schema, self.out, self._result, before_rename=lambda: self._mark_complete(summary))
-        self._remove()
+        self._publish(partial(write_tables, tables, schema), summary)
 
     def publish_lines(self, lines: Iterable[str], summary: dict[str, Any]) -> None:
         """`publish` of a result that is lines of text."""
-        write_lines(lines, self.out, self._result, before_rename=lambda: self._mark_complete(summary))
+        self._publish(partial(write_lines, lines), summary)
+
+    def _publish(self, write: Callable[..., None], summary: dict[str, Any]) -> None:
+        try:
+            write(self.out, self._result, before_rename=lambda: self._mark_complete(summary))
+        except OSError as error:
+            raise cannot_go_on(self.out, error) from error
         self._remove()
 
     @property
@@ -201,11 +210,14 @@ class RunFolder:
         return None
 
     def _clear(self) -> None:
-        for path in self.path.iterdir():
-            if path.name != "lock":
-                path.unlink()
+        """What tells that the results are complete goes last, as long as anything else is there."""
+        marks = ("lock", self._manifest.name, self._complete.name)
+        for path in [*(path for path in self.path.iterdir() if path.name not in marks), self._manifest, self._complete]:
+            path.unlink(missing_ok=True)
 
     def _remove(self) -> None:
+        with suppress(OSError):
+            self._clear()
         shutil.rmtree(self.path, ignore_errors=True)
 
 
@@ -214,7 +226,7 @@ def open_run_folder(out: Path, *, overwrite: bool) -> Iterator[RunFolder]:
     """The folder of the run that writes `out`, made if need be.
 
     Raises:
-        UserError: another run has it; or it cannot be made.
+        UserError: another run has it; or it cannot be made; or the disk is full, now or while the run goes on.
     """
     target = checked_target(out)
     path = parts_path(target)
@@ -229,6 +241,10 @@ def open_run_folder(out: Path, *, overwrite: bool) -> Iterator[RunFolder]:
                 _remove_if_unused(path)
     except Timeout:
         raise UserError(f"another run is writing {out}: wait for it, or choose another --out") from None
+    except OSError as error:
+        if is_disk_full(error):
+            raise cannot_go_on(path, error) from error
+        raise
 
 
 def parts_path(out: Path) -> Path:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Mapping
+from contextlib import suppress
 from datetime import UTC, datetime
 from pathlib import Path
 from time import monotonic
@@ -34,6 +35,7 @@ class RunLog:
     """
 
     def __init__(self, path: Path | None) -> None:
+        self._path = path
         self._file: IO[str] | None = None
         if path is not None:
             try:
@@ -45,7 +47,21 @@ class RunLog:
         """One line, on its way to the disk when this returns."""
         if self._file is not None:
             line = {"time": datetime.now(UTC).isoformat(timespec="milliseconds"), "event": event, **fields}
-            self._file.write(json.dumps(line) + "\n")
+            try:
+                self._file.write(json.dumps(line) + "\n")
+            except OSError as error:
+                self._close()
+                raise UserError(
+                    f"--log {self._path} cannot be written: {error.strerror}: what is finished is kept; "
+                    "free some space and give the same command again"
+                ) from error
+
+    def _close(self) -> None:
+        """What a full disk has not taken is let go."""
+        if self._file is not None:
+            with suppress(OSError):
+                self._file.close()
+            self._file = None
 
     def __enter__(self) -> RunLog:
         return self
@@ -59,8 +75,7 @@ class RunLog:
             self.event("interrupted", {})
         elif kind is not None:
             self.event("crashed", {"error": kind.__name__})  # its message could quote a row
-        if self._file is not None:
-            self._file.close()
+        self._close()
 
 
 class Snapshots:

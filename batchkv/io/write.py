@@ -37,10 +37,17 @@ def check_schema(path: StrPath, schema: pa.Schema) -> None:
 
 
 def write_table(table: pa.Table, path: StrPath) -> None:
-    """`write_tables` of one table."""
+    """`write_tables` of one table.
+
+    Raises:
+        UserError: it cannot be written.
+    """
     target = checked_target(path)
     temporary = target.with_name(f".{target.name}.{os.getpid()}.tmp")
-    write_tables([table], table.schema, path, temporary)
+    try:
+        write_tables([table], table.schema, path, temporary)
+    except OSError as error:
+        raise UserError(f"{target} cannot be written: {error.strerror or error}") from error
 
 
 def write_tables(
@@ -65,8 +72,8 @@ def write_tables(
         before_rename: called when the temporary file is complete and on the disk.
 
     Raises:
-        UserError: unknown ending, no such folder, no permission, disk full, or a column that the format
-            cannot hold.
+        UserError: unknown ending, no such folder, no permission, or a column that the format cannot hold.
+        OSError: the disk is full or broken.
     """
     target = checked_target(path)
 
@@ -97,7 +104,7 @@ def replace_file(
     """Has `write` fill `temporary`, which becomes `target` when it is complete and on the disk.
 
     Raises:
-        UserError: it cannot be written; `target` is as before then.
+        OSError: it cannot be written; `target` is as before then.
     """
     try:
         with temporary.open("wb") as file:
@@ -107,8 +114,6 @@ def replace_file(
         before_rename()
         os.replace(temporary, target)
         _sync_folder(target.parent)
-    except OSError as error:
-        raise UserError(f"{target} cannot be written: {error.strerror or error}") from error
     finally:
         with contextlib.suppress(OSError):
             temporary.unlink()
