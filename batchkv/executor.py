@@ -155,7 +155,10 @@ class Executor:
         """With the tokens that have KV: the last one generated mostly has none."""
         kept: list[Kept] = []
         for sequence, handle in handles.items():
-            if self._cache is None or sequence not in self._kept_tokens:
+            if self._cache is None:
+                continue
+            if sequence not in self._kept_tokens:  # it ended without a valid token
+                self._cache.free(handle)
                 continue
             node = int(self._plan.trie.prompt_node[self._plan.sequences.prompt[sequence]])
             row = int(self._plan.trie.prompt_row[self._plan.sequences.prompt[sequence]])

@@ -66,6 +66,19 @@ class PageCosts:
         peak: Int64Array = np.cumsum(change, axis=1).max(axis=1, initial=0)
         return peak
 
+    def kept_beside_any(self, trie: PrefixTrie, sequences: SequenceTable) -> Int64Array:
+        """int64 [G]: pages of all that is held to the end, and of the largest sequence with the nodes above it.
+
+        Whoever is still running when all others have ended finds room beside these.
+        """
+        kept_before = np.concatenate([[0], np.cumsum(self.keeps)])
+        node_keeps = kept_before[self.last_sequence + 1] > kept_before[self.first_sequence]
+        kept = self.nodes[:, node_keeps].sum(axis=1) + self.sequences[:, self.keeps].sum(axis=1)
+        own_node = trie.prompt_node[sequences.prompt]
+        alone = np.stack([trie.sum_over_paths(nodes)[own_node] for nodes in self.nodes]) + self.sequences
+        total: Int64Array = kept + alone.max(axis=1, initial=0)
+        return total
+
 
 def page_costs(
     trie: PrefixTrie,

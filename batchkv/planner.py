@@ -244,7 +244,8 @@ def _kept_and_fitted(
             max_rows=limits.max_batch_rows,
             max_batch_tokens=limits.max_batch_tokens,
         )
-        if memory is not None and memory.window_rows >= least:
+        has_room = (costs.kept_beside_any(trie, sequences) <= carried.free_pages).all() or keep == Keep.NOTHING
+        if memory is not None and memory.window_rows >= least and has_room:
             return keep, costs, memory
     return None
 
