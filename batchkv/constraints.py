@@ -13,6 +13,7 @@ import numpy.typing as npt
 
 from batchkv.errors import RowError
 from batchkv.grammar_check import LIMITS, check_grammars
+from batchkv.io.columns import one_line
 from batchkv.json_schema import parse_schema
 from batchkv.sampling_params import RowParams, SamplingParams
 
@@ -268,7 +269,7 @@ def _shortened(reason: str) -> str:
     if lines[0] == "NoExtensionBias":
         return "no text meets it"
     told = next((line.removeprefix("error: ") for line in lines if line.startswith("error: ")), lines[0])
-    return told if len(told) <= _SHOWN_CHARACTERS else f"{told[: _SHOWN_CHARACTERS - 1]}…"
+    return one_line(told, _SHOWN_CHARACTERS)
 
 
 def _bits(tokens: npt.NDArray[np.int64], words: int) -> npt.NDArray[np.int32]:

@@ -130,7 +130,7 @@ def _decoded_chunk(chunk: pa.Array) -> pa.Array:
     return chunk.dictionary.take(chunk.indices) if pa.types.is_dictionary(chunk.type) else chunk
 
 
-def readable(name: str, column: pa.ChunkedArray, where: str) -> pa.ChunkedArray:
+def readable(name: str, column: pa.ChunkedArray, where: str) -> Column:
     """A job column as its readers take it: decoded, and with cells that can become Python values.
 
     Raises:
@@ -138,7 +138,7 @@ def readable(name: str, column: pa.ChunkedArray, where: str) -> pa.ChunkedArray:
     """
     try:
         plain = decoded(column)
-        if _holds_times(plain.type):
+        if not isinstance(plain, list) and _holds_times(plain.type):
             plain.to_pylist()
     except (ValueError, OverflowError, TypeError, NotImplementedError, SystemError):
         raise UserError(
@@ -155,7 +155,7 @@ def _holds_times(dtype: pa.DataType) -> bool:
     if not _is_plain(dtype) and dtype not in _PLAIN_OF_VIEW:
         inner = dtype.storage_type if isinstance(dtype, pa.BaseExtensionType) else dtype.value_type
         return _holds_times(inner)
-    return pa.types.is_temporal(dtype)
+    return bool(pa.types.is_temporal(dtype))
 
 
 def distinct(column: Column) -> tuple[npt.NDArray[np.int64], list[Any]]:

@@ -117,12 +117,15 @@ _RAW_VALUES = (
     "1e-320", "1e999", '""', '"\\u0000"', '"a\\u0000b"', '"\\ud800"', '"\\udc00\\ud800"', '"\\ud83d\\ude00"', "[]",
     "{}", "[[]]", "[null]", "[true]", "[1.5]", '["a", 1]', "[1, 2, 3]", "[-1]", "[99999999999]", '[""]', '["a"]',
     '["a", "a"]', '{"role": "user"}', '[{"role": "user", "content": "x"}]', '[{"role": "king", "content": "x"}]',
-    '[{"role": ["user"], "content": "x"}]', '[{"role": {"a": 1}, "content": {}}]', '[{"role": "user", "content": null}]',
-    '[{"role": "user", "content": [{"type": "image"}]}]', '[{"role": "user", "content": [{"type": "text", "text": 1}]}]',
+    '[{"role": ["user"], "content": "x"}]', '[{"role": {"a": 1}, "content": {}}]',
+    '[{"role": "user", "content": null}]',
+    '[{"role": "user", "content": [{"type": "image"}]}]',
+    '[{"role": "user", "content": [{"type": "text", "text": 1}]}]',
     '"[{\\"role\\": \\"user\\", \\"content\\": \\"\\\\ud800\\"}]"', '"[1"', '"{"', '{"n": 1e99}', '{"n": [], "x": {}}',
     '{"stop": [[]]}', '{"": ""}', '{"a": NaN}', '"a"', '"b"', '"e"', '["b", "c", "d"]', '"\\u2028"', '"2020-01-01"',
     '"{{ outputs[\\"a\\"] }}"', '"{{"', '"{% raw %}"', '{"type": "object"}', '{"$ref": "#"}', '"(a*)*"', '"["',
-    _nested(30), _nested(31), _nested(33), _nested(1000), _nested(20_000), _nested(40, '{"a":', "}").replace(":}", ":1}"),
+    _nested(30), _nested(31), _nested(33), _nested(1000), _nested(20_000),
+    _nested(40, '{"a":', "}").replace(":}", ":1}"),
     _nested(5000, '{"a":[', "]}"), '"' + "x" * 3000 + '"', '"' + "é" * 70_000 + '"', "[" + "1," * 2000 + "1]",
     "[" + '"s",' * 500 + '"s"]', "{" + ",".join(f'"k{i}":{i}' for i in range(300)) + "}", f'"{MARK}"', f'["{MARK}"]',
     f'{{"a": "{MARK}"}}', "[1", "1 2", "'", "\\", "",
@@ -264,7 +267,8 @@ def _cells(cell: Any, dtype: pa.DataType | None = None) -> Callable[[int], pa.Ar
 _ARRAYS: tuple[Callable[[int], pa.Array], ...] = (
     pa.nulls, _unions, _cells(True), _cells(2**63 - 1), _cells(2**64 - 1, pa.uint64()), _cells(-1), _cells(10**18),
     _cells(float("nan")), _cells(float("inf")), _cells(1e308), _cells(0.5, pa.float32()), _cells(MARK),
-    _cells("\0"), _cells(b"\xff"), _cells("x" * 5000), _cells([]), _cells([[]]), _cells([None]), _cells({}), _cells([{}]),
+    _cells("\0"), _cells(b"\xff"), _cells("x" * 5000), _cells([]), _cells([[]]), _cells([None]), _cells({}),
+    _cells([{}]),
     _cells([-1, 2**40]), _cells([1, None]), _cells([0.5]), _cells([MARK, None]), _cells({"n": 2**62, "zz": [1]}),
     _cells({"temperature": float("nan")}), _cells([{"role": "user", "content": MARK, "x": None}]),
     _cells([{"role": 1, "content": 2}]), _cells(10**30, pa.decimal256(60, 2)), _cells(2**62, pa.duration("ns")),
@@ -276,7 +280,7 @@ _ARRAYS: tuple[Callable[[int], pa.Array], ...] = (
     lambda rows: pa.array(range(rows)), lambda rows: pa.array([str(i) for i in range(rows)]),
     lambda rows: pa.array([MARK if i else None for i in range(rows)]).dictionary_encode(),
     lambda rows: pa.ExtensionArray.from_storage(pa.uuid(), pa.array([b"0123456789abcdef"] * rows, pa.binary(16))),
-    lambda rows: pa.ExtensionArray.from_storage(pa.json_(), pa.array(['{"a": 1}'] * rows)),
+    lambda rows: pa.ExtensionArray.from_storage(pa.json_(), pa.array(['{"a": 1}'] * rows, pa.string())),
 )  # fmt: skip
 
 

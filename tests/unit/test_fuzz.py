@@ -1,4 +1,4 @@
-"""Bad input is a row error or one clear line, whatever it is: inputs that once were not, others like them, and limits."""
+"""Bad input is a row error or one clear line, whatever it is: inputs that once were not, and others like them."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ def test_mutations(target: Target, part: int, tmp_path: Path) -> None:
         pa.array([2**64 - 1], pa.uint64()),
         pa.RunEndEncodedArray.from_arrays(pa.array([1], pa.int32()), pa.array([["a"]])),
         pa.DictionaryArray.from_arrays(pa.array([0], pa.int8()), pa.array([{"a": 1}])),
-        pa.ExtensionArray.from_storage(pa.uuid(), pa.array([b"0123456789abcdef"])),
+        pa.ExtensionArray.from_storage(pa.uuid(), pa.array([b"0123456789abcdef"], pa.binary(16))),
         pa.ExtensionArray.from_storage(pa.json_(), pa.array(["{}"])),
     ],
     ids=lambda column: str(column.type),
@@ -98,7 +98,7 @@ def test_texts_that_are_not_utf8(tmp_path: Path) -> None:
     texts = pa.StringArray.from_buffers(1, pa.py_buffer(b"\0\0\0\0\2\0\0\0"), pa.py_buffer(b"\xff\xfe"))
     table = pa.table({"prompt": texts})
     for jobs in (table, put(JobFile(".parquet", seeds.parquet(table)), tmp_path)):
-        with pytest.raises(UserError, match="UTF8"):
+        with pytest.raises(UserError, match=r"UTF8|UTF-8"):
             list(open_jobs(jobs).blocks())
 
 
@@ -111,10 +111,10 @@ def test_small_batches_are_read_together(tmp_path: Path) -> None:
 def test_json_lines_refuse_what_they_cannot_hold(tmp_path: Path) -> None:
     for column in (
         pa.array([1], pa.decimal256(60)),
-        pa.ExtensionArray.from_storage(pa.uuid(), pa.array([b"0123456789abcdef"])),
+        pa.ExtensionArray.from_storage(pa.uuid(), pa.array([b"0123456789abcdef"], pa.binary(16))),
         pa.array([{"a": [b""]}]),
     ):
-        with pytest.raises(UserError, match="column 'x' is (binary|decimal256), which JSON cannot hold"):
+        with pytest.raises(UserError, match=r"column 'x' is (binary|decimal256), which JSON cannot hold"):
             write_table(pa.table({"x": column}), tmp_path / "out.jsonl")
 
 
@@ -204,10 +204,7 @@ def test_nul_is_a_character(codes: Codes) -> None:
 @pytest.mark.parametrize(
     "cell",
     [
-        *(
-            f'"n": {value}'
-            for value in ("1000000000000000000", "NaN", "1e308", "1e999", "true", "0", "-1", '"2"', "[]")
-        ),
+        *(f'"n": {value}' for value in (str(10**18), "NaN", "1e308", "1e999", "true", "0", "-1", '"2"', "[]")),
         *(f'"temperature": {value}' for value in ("NaN", "Infinity", "-Infinity", "1e999", "-1", "true", '"hot"')),
         '"sampling_params": {"n": 1e308}',
         '"sampling_params": {"temperature": NaN}',
