@@ -7,6 +7,8 @@ rows to its left and right share: it is computed once in each part. Memory is th
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import numpy as np
 import numpy.typing as npt
 
@@ -26,6 +28,7 @@ def partition(
     *,
     max_outputs: int,
     max_tokens: int,
+    after_block: Callable[[], None] = lambda: None,
 ) -> list[Int64Array]:
     """Which rows are planned together: row numbers, ascending in each part.
 
@@ -34,6 +37,7 @@ def partition(
         group: int32 [rows], rows of different groups share nothing.
         outputs: int64 [rows], how many outputs each row has.
         max_outputs, max_tokens: about as many a part has at most.
+        after_block: called when some of the arena has been read that is not needed for a while.
     """
     rows = np.flatnonzero(arena.lengths > 0)
     total_outputs, total_tokens = int(outputs[rows].sum()), int(arena.lengths[rows].sum())
@@ -41,7 +45,12 @@ def partition(
     if num_parts <= 1:
         return [rows] if len(rows) else []
     splitters = _splitters(arena, group, rows, 2 * num_parts)
-    part = np.concatenate([_places(arena, group, block, splitters) for block in _blocks(arena, rows)])
+    part = np.empty(len(rows), np.int32)
+    done = 0
+    for block in _blocks(arena, rows):
+        part[done : done + len(block)] = _places(arena, group, block, splitters)
+        done += len(block)
+        after_block()
     parts: list[Int64Array] = []
     for found in np.split(rows[np.argsort(part, kind="stable")], np.cumsum(np.bincount(part))[:-1]):
         _append(parts, found, arena, outputs, max_outputs, max_tokens)
