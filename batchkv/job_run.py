@@ -114,7 +114,7 @@ class _BatchRun:
         if later is not None:
             later.note(earlier(np.concatenate(batch.generations)))
         for number, picked in enumerate(batch.generations):
-            totals = self._run_wave(picked, job.rows.arena.take(picked) if number == 0 else None, kv, totals)
+            totals = self._run_wave(picked, job.rows.prompts(picked) if number == 0 else None, kv, totals)
         if kv is not None:
             kv.release()
         if later is not None:

@@ -57,7 +57,7 @@ def plan_job(
     totals = PlanTotals()
     choices = ChoiceTokens(tokenizer)
     for picked in split(rows):
-        whole = wave_of(rows, picked, rows.arena.take(picked), choices)
+        whole = wave_of(rows, picked, rows.prompts(picked), choices)
         prepared = prepare_wave(whole, NOTHING, facts.layout, limits, preview(tokenizer))
         reject(prepared.errors)
         totals = totals.plus(prepared.plan)

@@ -35,12 +35,14 @@ from batchkv.progress import OnProgress, no_progress
 from batchkv.random_numbers import row_key
 from batchkv.sampling_params import RowParams, SamplingParams
 from batchkv.scoring import SCORING
-from batchkv.token_arena import TokenArena
+from batchkv.token_arena import TokenArena, joined
 from batchkv.tokenization import Tokenizer, check_prompts, continuation_ids, tokenize
 
 Int64Array = npt.NDArray[np.int64]
 Errors = Mapping[int, RowError]
 Reject = Callable[[Errors], None]
+
+_ROWS_READ = 1 << 12  # each of them may be in a page of its own
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -92,6 +94,16 @@ class Rows:
     def outputs_of_rows(self) -> Int64Array:
         """int64 [rows]: result rows of each, if it has no error."""
         return self.params.column(lambda params: params.num_outputs, np.int64)
+
+    def prompts(self, picked: Int64Array) -> TokenArena:
+        """The tokens of some rows, which ascend: a copy, or the arena itself if it is all of them."""
+        if len(picked) == self.num_rows:
+            return self.arena
+        parts = []
+        for start in range(0, max(len(picked), 1), _ROWS_READ):
+            parts.append(self.arena.take(picked[start : start + _ROWS_READ]))
+            self.release_pages()
+        return joined(parts)
 
     def release_pages(self) -> None:
         """Lets the system have back the memory in which parts of the token file are; they are read again if needed."""
@@ -343,7 +355,10 @@ class _Intake:
 
 
 def _joined(parts: list[Any], dtype: type[np.generic]) -> npt.NDArray[Any]:
-    return np.concatenate([np.zeros(0, dtype), *parts])
+    """One array of all, which are gone then: together they take as much."""
+    whole = np.concatenate([np.zeros(0, dtype), *parts])
+    parts.clear()
+    return whole
 
 
 _NOT_SCORED = RowError("bad_parameter", "the row has no continuation to be scored: it is null")
@@ -362,12 +377,12 @@ def _rows_with_taken_ids(intake: _Intake, source: JobSource) -> dict[int, int]:
     if not intake.id_hashes:
         return {}
     hashes = _joined(intake.id_hashes, np.uint64)
-    order = np.argsort(hashes, kind="stable")
-    twice = np.flatnonzero(hashes[order][1:] == hashes[order][:-1])
-    if not len(twice):
+    in_order = np.sort(hashes)
+    taken_hashes = np.unique(in_order[1:][in_order[1:] == in_order[:-1]])
+    if not len(taken_hashes):
         return {}
     # Hashes can be equal by chance, and null ids are no ids: those few are looked at.
-    suspects = np.unique(np.concatenate([order[twice], order[twice + 1]]))
+    suspects = np.flatnonzero(np.isin(hashes, taken_hashes))
     first: dict[object, int] = {}
     taken: dict[int, int] = {}
     row, kind = 0, None

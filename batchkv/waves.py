@@ -29,7 +29,14 @@ def output_keys(row: npt.NDArray[np.integer], sample: npt.NDArray[np.integer]) -
 
 def split(rows: Rows) -> list[Int64Array]:
     """The rows that have tokens, in parts that can be planned at once."""
-    return partition(rows.arena, rows.tenants, rows.outputs_of_rows(), max_outputs=MAX_OUTPUTS, max_tokens=MAX_TOKENS)
+    return partition(
+        rows.arena,
+        rows.tenants,
+        rows.outputs_of_rows(),
+        max_outputs=MAX_OUTPUTS,
+        max_tokens=MAX_TOKENS,
+        after_block=rows.release_pages,
+    )
 
 
 def wave_of(rows: Rows, picked: Int64Array, arena: TokenArena, choices: ChoiceTokens) -> Wave:
