@@ -29,7 +29,7 @@ MAX_MESSAGE = 600  # characters, without the path
 _RESULT_SUFFIXES = (".parquet", ".arrow", ".jsonl")
 # Parameters, ids and names of columns are quoted, up to a limit; a mutation may have put any text there.
 _MAY_QUOTE = re.compile(
-    r"\b(n|max_tokens|temperature|top_p|top_k|min_p|seed|stop|stop_token_ids|ignore_eos|logprobs|choices|regex"
+    r"\b(n|max_tokens|temperature|top_p|top_k|min_p|seed|stop|stop_token_ids|ignore_eos|logprobs|choices|choice_mode|regex"
     r"|json_schema|parent_sample|sampling_params) (is|has|cannot)\b|names the id|wait for each other|which this one "
     r"depends on|column '|two columns named|the job has none of the columns|the role of message|content part of type"
 )
