@@ -152,12 +152,16 @@ def ideal_prefill(generations: Sequence[Sequence[tuple[list[int], list[list[int]
     return computed
 
 
-class TestThreeGenerations:
-    ROWS = conversations(100)
+HUNDRED = conversations(100)
 
-    @pytest.fixture(scope="class")
-    def outcome(self, engine: Engine) -> tuple[pa.Table, dict[str, Any]]:
-        return run(engine, self.ROWS)
+
+@pytest.fixture(scope="module")
+def outcome(engine: Engine) -> tuple[pa.Table, dict[str, Any]]:
+    return run(engine, HUNDRED)
+
+
+class TestThreeGenerations:
+    ROWS = HUNDRED
 
     def test_every_token_is_computed_once(self, outcome: tuple[pa.Table, dict[str, Any]]) -> None:
         results, summary = outcome
@@ -381,6 +385,23 @@ def test_parents_of_all_kinds(family: str) -> None:
             samples = [tokens[name, i] for i in range(row.get("n", 1))]
             generations[depth].append((prompt(row), samples))
         assert summary["prefill_tokens"] == ideal_prefill(generations)
+
+
+def test_a_prompt_that_begins_as_an_earlier_one_goes_on_from_it(engine: Engine) -> None:
+    """Though nobody continues that one, and whatever was generated after it."""
+    rows: list[Row] = [
+        {"id": "before", "prompt": "the king and you"},
+        {"id": "other", "prompt": "on"},
+        {"id": "longer", "prompt": "the king and you then", "depends_on": ["before", "other"]},
+        {"id": "same", "prompt": "the king and you", "depends_on": ["before", "other"]},
+    ]
+    results, summary = run(engine, rows)
+    before = len(TOKENIZER.encode("the king and you"))
+    assert results["num_cached_tokens"].to_pylist()[2:] == [before, before - 1]  # the last one gives the logits again
+    assert summary["prefill_tokens"] == summary["planned_prefill_tokens"]
+    for row in rows:
+        alone = generate_alone(engine.model, TOKENIZER.encode(row["prompt"]), NEW_TOKENS, [EOS_ID])
+        assert of_rows(results)[row["id"], 0] == alone
 
 
 def test_what_depends_on_failed_rows_fails_and_the_rest_runs(engine: Engine) -> None:

@@ -82,7 +82,6 @@ class TestLock:
         assert subprocess.run([sys.executable, "-c", code, str(out)]).returncode == 9
         with open_run_folder(out, overwrite=False) as folder:
             assert folder.begin(MANIFEST) is None
-            assert folder.is_resumed
             assert folder.done()[1].tolist() == [4]
 
     def test_the_same_file_through_a_link_is_the_same_run(self, out: Path, tmp_path: Path) -> None:
