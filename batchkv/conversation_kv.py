@@ -100,18 +100,14 @@ class ConversationKV:
         needed = np.zeros(len(sequences), np.bool_)
         needed[sequences.output_sequence[self._needed(wave, is_needed)]] = True
         for one in kept:
-            request = int(sequences.row[one.sequence])
-            prompt = int(wave.arena.lengths[request])
-            length = len(one.token_ids) if needed[one.sequence] else prompt
-            handle = one.handle
-            if length < self.cache.lengths(np.array([handle]))[0]:
-                if not self._windowed:
-                    self._kept.append(
-                        KeptSequence(self.cache.fork(handle, length), one.token_ids[:length], int(wave.group[request]))
-                    )
-                self.cache.free(handle)
-            else:
-                self._kept.append(KeptSequence(handle, one.token_ids, int(wave.group[request])))
+            handle, group = one.handle, int(wave.group[sequences.row[one.sequence]])
+            if needed[one.sequence]:
+                self._kept.append(KeptSequence(handle, one.token_ids, group))
+                continue
+            if not self._windowed:
+                tokens = one.token_ids[: wave.arena.lengths[sequences.row[one.sequence]]]
+                self._kept.append(KeptSequence(self.cache.fork(handle, len(tokens)), tokens, group))
+            self.cache.free(handle)
 
     def expect(self, expected: Expected, outputs: Callable[[int, int], TokenIds | None]) -> None:
         """Notes what an uninterrupted run would keep of a wave.

@@ -209,15 +209,15 @@ class RunFolder:
                     return summary
         return None
 
-    def _clear(self) -> None:
-        """What tells that the results are complete goes last, as long as anything else is there."""
-        marks = ("lock", self._manifest.name, self._complete.name)
-        for path in [*(path for path in self.path.iterdir() if path.name not in marks), self._manifest, self._complete]:
-            path.unlink(missing_ok=True)
+    def _clear(self, *kept: str) -> None:
+        for path in self.path.iterdir():
+            if path.name not in ("lock", *kept):
+                path.unlink()
 
     def _remove(self) -> None:
+        """What tells that the results are complete goes last."""
         with suppress(OSError):
-            self._clear()
+            self._clear(self._manifest.name, self._complete.name)
         shutil.rmtree(self.path, ignore_errors=True)
 
 
