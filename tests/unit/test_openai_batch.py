@@ -19,8 +19,8 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from batchkv.errors import RowError
-from batchkv.io.columns import to_cells
-from batchkv.io.openai_batch import Requests, is_batch, read_requests, response_lines
+from batchkv.io.columns import is_batch, to_cells
+from batchkv.io.openai_batch import Requests, read_requests, response_lines
 from batchkv.io.parameters import read_parameters
 from batchkv.io.prompts import read_prompts
 from batchkv.io.read import JobTable
