@@ -65,28 +65,40 @@ class ConversationKV:
     def release(self) -> None:
         """Lets go of everything."""
         self._forget()
+        self._expected.clear()
         if self._runner is not None:
             self._runner.release()
             self._runner = None
 
-    def prepare(self, whole: Wave, done: Int64Array, is_needed: IsNeeded) -> tuple[PreparedWave, Expected | None]:
+    def prepare(
+        self, whole: Wave, done: Int64Array, is_needed: IsNeeded, *, is_last: bool
+    ) -> tuple[PreparedWave, Expected | None]:
         """Plans a wave on what is kept.
 
         Args:
             whole: all outputs of its rows.
             done: int64, ascending, those that are there already.
             is_needed: whether later rows go on from an output.
+            is_last: no wave comes after it, so nothing need stay.
 
         Returns:
             The wave, and what an uninterrupted run would do; None if the wave has no room in the pool and must be run
             in a pool of its own.
         """
-        whole, errors = without_too_long(whole, self._layout, self._limits)
-        expected = self._planned(self._expected_carried, whole, is_needed, Keep.ALL)
+        whole, errors = without_too_long(whole, done, self._layout, self._limits)
+        most = Keep.NOTHING if is_last else Keep.ALL
+        expected = self._planned(self._expected_carried, whole, is_needed, most)
+        if expected is None:
+            self._forget()
+            self._expected.clear()
+            expected = self._planned(self._expected_carried, whole, is_needed, most)
         if expected is not None:
             left = outputs_left(whole, done)
             wave = whole.with_outputs(left)
-            real = self._planned(lambda: Carried.of(self._kept, self.cache), wave, is_needed, expected.keep)
+            real = self._planned(self._carried, wave, is_needed, expected.keep)
+            if real is None:
+                self._forget()
+                real = self._planned(self._carried, wave, is_needed, expected.keep)
             if real is not None:
                 cached = expected.plan.cached_tokens()[left]
                 return PreparedWave(wave, real.plan, real.arena, cached, errors), Expected(whole, expected.plan)
@@ -136,13 +148,11 @@ class ConversationKV:
         return outputs(int(whole.row[whole.output_request[output]]), int(whole.output_sample[output]))
 
     def _planned(self, carried: Callable[[], Carried], wave: Wave, is_needed: IsNeeded, most: Keep) -> PlanOn | None:
-        """On what is kept; on nothing, if there is no room beside it."""
-        needed = self._needed(wave, is_needed)
-        plan = plan_on(carried(), wave, needed, self._layout, self._limits, most=most)
-        if plan is None:
-            self._forget()
-            plan = plan_on(carried(), wave, needed, self._layout, self._limits, most=most)
-        return plan
+        """On what is kept; None if there is no room beside it."""
+        return plan_on(carried(), wave, self._needed(wave, is_needed), self._layout, self._limits, most=most)
+
+    def _carried(self) -> Carried:
+        return Carried.of(self._kept, self.cache)
 
     def _expected_carried(self) -> Carried:
         return Carried.expected(self._expected, self._pool, self._limits.page_size)
@@ -154,4 +164,3 @@ class ConversationKV:
         for one in self._kept:
             self.cache.free(one.handle)
         self._kept.clear()
-        self._expected.clear()

@@ -217,14 +217,16 @@ class Engine:
         """A job whose result is a table."""
         records = RecordsInMemory()
         run = self._execute(source, sampling, Ledger(records), watch, only_scored=only_scored)
-        blocks = result_blocks(source, run.rows, in_order(records.batches(), run.rows.num_rows, None))
+        blocks = result_blocks(
+            source, run.rows, in_order(records.batches(), run.rows.num_rows, None, run.rows.num_outputs)
+        )
         with run.metrics.timed("write"):
             table = pa.concat_tables(blocks)
         return table.replace_schema_metadata(with_summary(table.schema, run.summary()).metadata)
 
     def _publish(self, folder: RunFolder, source: JobSource, run: FinishedRun) -> None:
         """The result of a job whose records are in its folder."""
-        ordered = in_order(folder.batches(), run.rows.num_rows, folder.path)
+        ordered = in_order(folder.batches(), run.rows.num_rows, folder.path, run.rows.num_outputs)
         if not run.rows.is_batch:
             schema = with_summary(result_schema(run.rows), run.summary())
             folder.publish(result_blocks(source, run.rows, ordered), schema, run.summary())
@@ -346,12 +348,13 @@ class Engine:
     def _manifest(self, source: JobSource, sampling: SamplingParams) -> Manifest:
         return Manifest.of(
             batchkv=__version__,
-            **{f"job {file['file']}": file for file in source.fingerprint()},
+            job=source.fingerprint(),
             limit=source.limit,
             model={"name": self.config.model, "weights": self._fingerprint or model_fingerprint(self.model)},
             tokenizer={"rules": tokenizer_fingerprint(self.tokenizer)},
             dtype=str(self.model.dtype),
             kv_dtype=str(self._kv_dtype),
+            end_token_ids=self.end_token_ids,
             **asdict(sampling),
         )
 

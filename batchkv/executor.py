@@ -134,6 +134,7 @@ class Executor:
     def run(self) -> list[Kept]:
         """Until every sequence has ended; those that stay in the cache."""
         self._counted_to = perf_counter()
+        graph_steps = self._runner.graph_steps  # of waves before, where they share a runner
         launched: _Launched | None = None
         while not self._scheduler.is_done:
             step = self._scheduler.schedule()
@@ -147,7 +148,7 @@ class Executor:
                 self._finish(drawn)
         self._finish(self._draw(launched))
         self._metrics.decode_graphs = self._runner.decode_graphs
-        self._metrics.graph_steps += self._runner.graph_steps
+        self._metrics.graph_steps += self._runner.graph_steps - graph_steps
         self._metrics.preempted_sequences += self._scheduler.preempted_sequences
         return self._kept(self._scheduler.close())
 

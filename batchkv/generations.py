@@ -53,6 +53,8 @@ def batches(rows: Rows, budget_tokens: int) -> Iterator[Batch]:
     for number, picked in enumerate(parts):
         part_of[picked] = number
     members = np.flatnonzero(_can_run(rows, dependencies))
+    if not len(members):
+        return
     part = part_of[dependencies.component[members]]  # a component is named after its first row, which may itself wait
     orphans = part < 0
     part[orphans] = _parts_of_roots(members[orphans], dependencies, part_of)

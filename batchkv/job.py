@@ -204,6 +204,8 @@ def read_ids(
         UserError: ids that are of no use, or of another kind than those before.
     """
     errors: dict[int, RowError] = {}
+    if kind is None and table.num_rows and len(table.errors) == table.num_rows:  # nothing tells what ids are
+        return pa.nulls(table.num_rows, pa.string()), None, {}
     if ID_COLUMN not in table.columns:
         if kind in (None, "numbered"):
             return pa.array(np.arange(first_row, first_row + table.num_rows)), "numbered", {}

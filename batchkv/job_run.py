@@ -25,10 +25,11 @@ from batchkv.preparation import ModelFacts, PreparedWave, prepare_wave
 from batchkv.progress import OnEvent
 from batchkv.records import Record
 from batchkv.rows import Rows
+from batchkv.sampling_params import MAX_SAMPLES
 from batchkv.token_arena import TokenArena
 from batchkv.turns import DecodingTokenizer
 from batchkv.wave import Int64Array
-from batchkv.waves import wave_of
+from batchkv.waves import output_keys, wave_of
 from batchkv.writer import Detokenize, Writer
 
 
@@ -95,10 +96,21 @@ class JobRun:
                     )
                 )
             for batch in batches(self.rows, self.limits.kv_bytes // self.layout.bytes_per_token):
+                if self._is_done(batch):
+                    continue
                 run = _BatchRun(self, machine, choices, later)
                 totals = run.run(batch, earlier, totals)
                 self.rows.release_pages()
         return totals
+
+    def _is_done(self, batch: Batch) -> bool:
+        """Whether an earlier run has finished all of it."""
+        if not len(self.ledger.done):
+            return False
+        rows = np.concatenate(batch.generations)
+        bounds = [output_keys(rows, np.full(len(rows), sample)) for sample in (0, MAX_SAMPLES)]
+        first, last = (np.searchsorted(self.ledger.done, bound) for bound in bounds)
+        return bool((last - first == self.rows.outputs_of_rows()[rows]).all())
 
 
 class _BatchRun:
@@ -113,16 +125,26 @@ class _BatchRun:
         kv = ConversationKV(job.layout, job.limits, self._machine.new_runner) if shares else None
         if later is not None:
             later.note(earlier(np.concatenate(batch.generations)))
-        for number, picked in enumerate(batch.generations):
-            totals = self._run_wave(picked, job.rows.prompts(picked) if number == 0 else None, kv, totals)
-        if kv is not None:
-            kv.release()
+        try:
+            for number, picked in enumerate(batch.generations):
+                arena = job.rows.prompts(picked) if number == 0 else None
+                is_last = number == len(batch.generations) - 1
+                totals = self._run_wave(picked, arena, kv, totals, is_last=is_last)
+        finally:
+            if kv is not None:
+                kv.release()
         if later is not None:
             later.forget()
         return totals
 
     def _run_wave(
-        self, picked: Int64Array, arena: TokenArena | None, kv: ConversationKV | None, totals: PlanTotals
+        self,
+        picked: Int64Array,
+        arena: TokenArena | None,
+        kv: ConversationKV | None,
+        totals: PlanTotals,
+        *,
+        is_last: bool,
     ) -> PlanTotals:
         """A generation of a batch. arena: its prompts; None if they have yet to be built."""
         job, later = self._job, self._later
@@ -145,7 +167,7 @@ class _BatchRun:
             self._execute_alone(prepared)
         else:
             with job.metrics.timed("plan"):
-                prepared, expected = kv.prepare(whole, done, later.needed)
+                prepared, expected = kv.prepare(whole, done, later.needed, is_last=is_last)
             self._reject(prepared.errors)
             if expected is None:
                 self._execute_alone(prepared)

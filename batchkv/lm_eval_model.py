@@ -186,7 +186,8 @@ class BatchKV(TemplateLM):
             stops.append(until)
         if not rows:
             return []
-        found = self.engine.run(pa.Table.from_pylist(rows)).to_pylist()
+        names = dict.fromkeys(name for row in rows for name in row)
+        found = self.engine.run(pa.table({name: [row.get(name) for row in rows] for name in names})).to_pylist()
         _check(found)
         texts = self.tokenizer.batch_decode([row["token_ids"] for row in found], skip_special_tokens=True)
         answers = [_cut(text, until) for text, until in zip(texts, stops, strict=True)]

@@ -54,6 +54,10 @@ class Manifest:
 
 
 def _change(name: str, before: Any, after: Any) -> str:
+    if isinstance(before, list) and isinstance(after, list) and len(before) == len(after):
+        changed = [new["file"] for old, new in zip(before, after, strict=True) if old != new and isinstance(new, dict)]
+        if changed:
+            return f"{name} has changed ({', '.join(changed)})"
     if isinstance(before, (dict, list)) or isinstance(after, (dict, list)):
         return f"{name} has changed"
     return f"{name} was {before!r} and is {after!r}"

@@ -12,13 +12,13 @@ from collections.abc import Callable
 import numpy as np
 import numpy.typing as npt
 
-from batchkv.token_arena import TokenArena
+from batchkv.token_arena import TokenArena, take_scattered
 from batchkv.trie import lexicographic_order
 
 Int64Array = npt.NDArray[np.int64]
 
 _SAMPLE_PER_PART = 64  # the largest part is then hardly ever more than half as large again as the mean
-_BLOCK_TOKENS = 1 << 22  # of rows that are compared with the splitters at once
+_BLOCK_TOKENS = 1 << 19  # of rows that are compared with the splitters at once
 
 
 def partition(
@@ -44,7 +44,7 @@ def partition(
     num_parts = max(-(-total_outputs // max_outputs), -(-total_tokens // max_tokens))
     if num_parts <= 1:
         return [rows] if len(rows) else []
-    splitters = _splitters(arena, group, rows, 2 * num_parts)
+    splitters = _splitters(arena, group, rows, 2 * num_parts, after_block)
     part = np.empty(len(rows), np.int32)
     done = 0
     for block in _blocks(arena, rows):
@@ -79,10 +79,16 @@ def _append(
     parts.extend(piece for piece in np.array_split(rows, pieces) if len(piece))
 
 
-def _splitters(arena: TokenArena, group: npt.NDArray[np.int32], rows: Int64Array, count: int) -> Int64Array:
+def _splitters(
+    arena: TokenArena,
+    group: npt.NDArray[np.int32],
+    rows: Int64Array,
+    count: int,
+    after_piece: Callable[[], None],
+) -> Int64Array:
     """Rows whose prompts cut the sorted job into `count` parts of about the same size."""
     drawn = np.random.default_rng(0).choice(rows, min(count * _SAMPLE_PER_PART, len(rows)), replace=False)
-    sample = arena.take(drawn)
+    sample = take_scattered(arena, drawn, after_piece)
     order = lexicographic_order(sample, group[drawn].astype(np.int64))
     at = np.linspace(0, len(drawn), count, endpoint=False).astype(np.int64)[1:]
     splitters: Int64Array = drawn[order[at]]

@@ -227,6 +227,7 @@ def _kept_and_fitted(
     """Costs and memory where as much is kept as there is room for; None if there is none even for the wave alone."""
     is_needed = np.zeros(len(sequences), np.bool_)
     is_needed[sequences.output_sequence[needed]] = True
+    is_needed &= ~sequences.is_scored  # they end without a sequence of their own in the cache
     widest = min(limits.max_batch_rows, max(len(sequences), 1))
     for keep, keeps, least in (
         (Keep.ALL, ~sequences.is_scored, widest),
@@ -244,8 +245,10 @@ def _kept_and_fitted(
             max_rows=limits.max_batch_rows,
             max_batch_tokens=limits.max_batch_tokens,
         )
-        has_room = (costs.kept_beside_any(trie, sequences) <= carried.free_pages).all() or keep == Keep.NOTHING
-        if memory is not None and memory.window_rows >= least and has_room:
+        if memory is None or memory.window_rows < least:
+            continue
+        room = carried.free_pages - np.array(memory.slack_pages)
+        if keep == Keep.NOTHING or (costs.kept_beside_any(trie, sequences) <= room).all():
             return keep, costs, memory
     return None
 

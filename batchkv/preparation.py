@@ -94,7 +94,7 @@ def prepare_wave(
         limits: memory and batch limits.
         detokenize: shows how shared prefixes begin.
     """
-    whole, errors = without_too_long(whole, layout, limits)
+    whole, errors = without_too_long(whole, done, layout, limits)
     left = outputs_left(whole, done)
     wave = whole.with_outputs(left)
     plan = make_plan(wave, layout, limits, detokenize)
@@ -102,19 +102,27 @@ def prepare_wave(
     return PreparedWave(wave, plan, wave.arena, as_whole.cached_tokens()[left], errors)
 
 
-def without_too_long(wave: Wave, layout: KVLayout, limits: Limits) -> tuple[Wave, dict[int, RowError]]:
-    """The wave without rows that take more KV than there is, and their errors by row number."""
+def without_too_long(
+    wave: Wave, done: Int64Array, layout: KVLayout, limits: Limits
+) -> tuple[Wave, dict[int, RowError]]:
+    """The wave without rows that take more KV than there is, and their errors by row number.
+
+    A row that is finished has no error: an earlier run had more memory.
+    """
     too_long = check_kv_budget(wave, layout, limits)
     if not too_long:
         return wave, {}
-    errors = {int(wave.row[request]): error for request, error in too_long.items()}
-    outputs = np.flatnonzero(~np.isin(wave.row[wave.output_request], list(errors)))
-    return wave.with_outputs(outputs), errors
+    of_row = {int(wave.row[request]): error for request, error in too_long.items()}
+    left = set(wave.row[wave.output_request[outputs_left(wave, done)]].tolist())
+    outputs = np.flatnonzero(~np.isin(wave.row[wave.output_request], list(of_row)))
+    return wave.with_outputs(outputs), {row: error for row, error in of_row.items() if row in left}
 
 
 def outputs_left(whole: Wave, done: Int64Array) -> Int64Array:
     """int64: the outputs of a wave that are not among those `done` (ascending, from `waves.output_keys`)."""
-    return np.flatnonzero(~np.isin(output_keys(whole.row[whole.output_request], whole.output_sample), done))
+    keys = output_keys(whole.row[whole.output_request], whole.output_sample)
+    at = np.searchsorted(done, keys)
+    return np.flatnonzero(np.append(done, -1)[at] != keys)
 
 
 def preview(tokenizer: PreTrainedTokenizerBase | None) -> Detokenize | None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import numpy as np
@@ -61,8 +62,10 @@ def result_blocks(source: JobSource, rows: Rows, ordered: Iterable[pa.Table]) ->
         ordered: from `in_order`.
 
     Raises:
+        UserError: the job is not what it was when it was read.
         RuntimeError: a sample has no record.
     """
+    _check_unchanged(source, rows)
     cursor = _Cursor(ordered)
     first = 0
     wanted = rows.outputs_of_rows()
@@ -82,6 +85,16 @@ def result_blocks(source: JobSource, rows: Rows, ordered: Iterable[pa.Table]) ->
         }
         yield pa.table(columns, schema=schema)
         first += block.num_rows
+    _check_unchanged(source, rows)
+
+
+def _check_unchanged(source: JobSource, rows: Rows) -> None:
+    """Ids and carried columns are read again for the results, long after the rows themselves."""
+    if source.stamp() != rows.stamp:
+        raise UserError(
+            f"{source.name} was changed while it ran: what is finished is kept; put back what it was and give the "
+            "same command again, or --overwrite to run it as it is now"
+        )
 
 
 def response_lines(
@@ -112,18 +125,26 @@ def response_lines(
             )
 
 
-def in_order(batches: Iterable[pa.RecordBatch], num_rows: int, folder: Path | None) -> Iterator[pa.Table]:
+def in_order(
+    batches: Iterable[pa.RecordBatch], num_rows: int, folder: Path | None, num_outputs: int | None = None
+) -> Iterator[pa.Table]:
     """Records sorted by row and sample, those of some thousand rows at a time; a row with an error has that alone.
 
     Args:
         batches: the records in any order.
         num_rows: rows of the job.
-        folder: for files of records that are sorted roughly; None sorts in memory.
+        folder: for files of records that are sorted roughly; None makes one if there are too many for memory.
+        num_outputs: how many records there are, about; by default one for each row.
     """
-    if folder is None or num_rows <= BUCKET_ROWS:
+    outputs = max(num_outputs or num_rows, num_rows)
+    if outputs <= BUCKET_ROWS:
         yield _sorted(pa.Table.from_batches(batches, records.SCHEMA))
         return
-    bucket_rows = max(BUCKET_ROWS, -(-num_rows // _MAX_BUCKETS))
+    if folder is None:
+        with TemporaryDirectory() as scratch:
+            yield from in_order(batches, num_rows, Path(scratch), num_outputs)
+        return
+    bucket_rows = max(BUCKET_ROWS * num_rows // outputs, -(-num_rows // _MAX_BUCKETS), 1)
     paths = [folder / f"bucket-{i:03}.arrow" for i in range(-(-num_rows // bucket_rows))]
     _fill_buckets(batches, bucket_rows, paths)
     for path in paths:
@@ -149,11 +170,13 @@ def _fill_buckets(batches: Iterable[pa.RecordBatch], bucket_rows: int, paths: li
 def _in_portions(batches: Iterable[pa.RecordBatch]) -> Iterator[pa.Table]:
     """The batches joined to tables of about `_SORTED_AT_ONCE` records."""
     held: list[pa.RecordBatch] = []
+    count = 0
     for batch in batches:
         held.append(batch)
-        if sum(len(one) for one in held[-1:]) and sum(map(len, held)) >= _SORTED_AT_ONCE:
+        count += len(batch)
+        if count >= _SORTED_AT_ONCE:
             yield pa.Table.from_batches(held, records.SCHEMA)
-            held = []
+            held, count = [], 0
     if held:
         yield pa.Table.from_batches(held, records.SCHEMA)
 

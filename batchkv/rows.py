@@ -35,14 +35,12 @@ from batchkv.progress import OnProgress, no_progress
 from batchkv.random_numbers import row_key
 from batchkv.sampling_params import RowParams, SamplingParams
 from batchkv.scoring import SCORING
-from batchkv.token_arena import TokenArena, joined
+from batchkv.token_arena import TokenArena, take_scattered
 from batchkv.tokenization import Tokenizer, check_prompts, continuation_ids, tokenize
 
 Int64Array = npt.NDArray[np.int64]
 Errors = Mapping[int, RowError]
 Reject = Callable[[Errors], None]
-
-_ROWS_READ = 1 << 12  # each of them may be in a page of its own
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -63,6 +61,7 @@ class Rows:
         id_kind: what the ids of the job are.
         is_batch: whether the job is OpenAI Batch requests.
         carried: schema of the columns that are copied to the result.
+        stamp: of the job's files, before they were read.
         mapped: the token file; None if it is empty.
     """
 
@@ -78,6 +77,7 @@ class Rows:
     id_kind: IdKind | None
     is_batch: bool
     carried: pa.Schema
+    stamp: tuple[tuple[int, int, int], ...]
     mapped: mmap.mmap | None
 
     @property
@@ -99,11 +99,7 @@ class Rows:
         """The tokens of some rows, which ascend: a copy, or the arena itself if it is all of them."""
         if len(picked) == self.num_rows:
             return self.arena
-        parts = []
-        for start in range(0, max(len(picked), 1), _ROWS_READ):
-            parts.append(self.arena.take(picked[start : start + _ROWS_READ]))
-            self.release_pages()
-        return joined(parts)
+        return take_scattered(self.arena, picked, self.release_pages)
 
     def release_pages(self) -> None:
         """Lets the system have back the memory in which parts of the token file are; they are read again if needed."""
@@ -169,6 +165,7 @@ def take_in(
 
 def _take_in(intake: _Intake, source: JobSource, on_progress: OnProgress) -> Rows:
     started = perf_counter()
+    intake.stamp = source.stamp()
     for block, requests in ((one.table, one.requests) for one in job_blocks(source)):
         intake.is_batch = requests is not None
         job = check_rows(block, intake.defaults, first_row=intake.num_rows, id_kind=intake.id_kind)
@@ -223,6 +220,7 @@ class _Intake:
     reject: Reject
     metrics: RunMetrics
     only_scored: bool = False
+    stamp: tuple[tuple[int, int, int], ...] = ()
     num_rows: int = 0
     id_kind: IdKind | None = None
     is_batch: bool = False
@@ -278,6 +276,7 @@ class _Intake:
             id_kind=self.id_kind,
             is_batch=self.is_batch,
             carried=self.carried.schema,
+            stamp=self.stamp,
             mapped=mapped,
         )
 

@@ -26,7 +26,7 @@ import pyarrow.compute as pc
 from filelock import FileLock, Timeout
 
 from batchkv.errors import UserError, cannot_go_on, is_disk_full
-from batchkv.io.write import JSON_LINES, check_schema, checked_target, write_lines, write_tables
+from batchkv.io.write import JSON_LINES, check_schema, checked_target, sync_folder, write_lines, write_tables
 from batchkv.manifest import Manifest
 from batchkv.parts import PartFile, read_part
 from batchkv.records import Record, as_records
@@ -60,8 +60,9 @@ class RunFolder:
         published = self._finish_publishing()
         if published is not None:
             self._clear()
-            if before == manifest:
-                return published
+            if Manifest(published["manifest"]) == manifest:
+                summary: dict[str, Any] = published["summary"]
+                return summary
             before = None
         self._complete.unlink(missing_ok=True)
         if self.out.exists() and not self._overwrite:
@@ -188,14 +189,20 @@ class RunFolder:
                     yield batch.filter(pc.is_null(batch.column("error_code")))
 
     def _mark_complete(self, summary: dict[str, Any]) -> None:
-        mark = {"inode": self._result.stat().st_ino, "bytes": self._result.stat().st_size, "summary": summary}
+        status, manifest = self._result.stat(), Manifest.read(self._manifest)
+        mark = {
+            "inode": status.st_ino,
+            "bytes": status.st_size,
+            "manifest": manifest.entries if manifest else {},
+            "summary": summary,
+        }
         with self._complete.open("w") as file:
             json.dump(mark, file)
             file.flush()
             os.fsync(file.fileno())
 
     def _finish_publishing(self) -> dict[str, Any] | None:
-        """Puts results in their place that were complete, and were not there yet or not known to be."""
+        """Puts results in their place that were complete, and were not there yet or not known to be; their mark."""
         try:
             mark = json.loads(self._complete.read_text())
         except (OSError, ValueError):
@@ -205,8 +212,9 @@ class RunFolder:
                 if (path.stat().st_ino, path.stat().st_size) == (mark["inode"], mark["bytes"]):
                     if path != self.out:
                         os.replace(path, self.out)
-                    summary: dict[str, Any] = mark["summary"]
-                    return summary
+                    sync_folder(self.out.parent)
+                    found: dict[str, Any] = mark
+                    return found
         return None
 
     def _clear(self, *kept: str) -> None:
@@ -239,6 +247,8 @@ def open_run_folder(out: Path, *, overwrite: bool) -> Iterator[RunFolder]:
                 yield RunFolder(target, overwrite=overwrite)
             finally:
                 _remove_if_unused(path)
+    except FileNotFoundError:  # the run that had it has just finished
+        raise UserError(f"another run has just written {out}: give the command again") from None
     except Timeout:
         raise UserError(f"another run is writing {out}: wait for it, or choose another --out") from None
     except OSError as error:

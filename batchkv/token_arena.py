@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -10,6 +10,7 @@ import numpy.typing as npt
 
 TokenIds = npt.NDArray[np.int32]
 
+_SCATTERED_ROWS = 1 << 8  # some 16 MiB of pages
 _ROWS_TAKEN = 1 << 12  # rows copied at once: bounds the temporaries
 
 
@@ -60,7 +61,7 @@ class TokenArena:
 
     def take(self, rows: npt.NDArray[np.int64]) -> TokenArena:
         """An arena of `rows` of this one, in that order; a row without tokens for -1."""
-        if np.array_equal(rows, np.arange(self.num_rows)):
+        if len(rows) == self.num_rows and np.array_equal(rows, np.arange(self.num_rows)):
             return self
         lengths = np.zeros(len(rows), np.int64)
         lengths[rows >= 0] = self.lengths[rows[rows >= 0]]
@@ -71,6 +72,18 @@ class TokenArena:
             at = np.arange(to[0], taken.offsets[hi]) + np.repeat(self.offsets[rows[lo:hi]] - to, lengths[lo:hi])
             taken.tokens[to[0] : taken.offsets[hi]] = self.tokens[at]
         return taken
+
+
+def take_scattered(arena: TokenArena, rows: npt.NDArray[np.int64], after_piece: Callable[[], None]) -> TokenArena:
+    """`arena.take(rows)` where the tokens are in a mapped file and the rows anywhere in it.
+
+    The system maps some pages around each that is read, so after a few rows `after_piece` can let go of them.
+    """
+    pieces = []
+    for start in range(0, max(len(rows), 1), _SCATTERED_ROWS):
+        pieces.append(arena.take(rows[start : start + _SCATTERED_ROWS]))
+        after_piece()
+    return joined(pieces)
 
 
 def joined(arenas: Sequence[TokenArena]) -> TokenArena:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import glob
 import json
 import sys
 from collections.abc import Iterator
@@ -68,7 +69,7 @@ def run(
     Exit codes: 0 every row ok, 3 some rows have errors, 2 the command, the job or the model is unusable.
     """
     checked_target(out)
-    _check_apart(out, summary, jobs)
+    _check_apart(out, summary, log, jobs)
     sampling = options.sampling_params(
         n=n,
         max_tokens=max_tokens,
@@ -144,15 +145,19 @@ def _exit_if_errors(totals: dict[str, Any], out: Path) -> None:
         raise typer.Exit(_ROW_ERRORS)
 
 
-def _check_apart(out: Path, summary: Path | None, jobs: list[str]) -> None:
-    """No output replaces an input, and the summary has a folder to go to.
+def _check_apart(out: Path, summary: Path | None, log: Path | None, jobs: list[str]) -> None:
+    """No output replaces an input or another output, and the summary has a folder to go to.
 
     Raises:
         UserError: names the file.
     """
-    for name, path in (("--out", out), ("--summary", summary)):
-        if path is not None and path.resolve() in {Path(job).resolve() for job in jobs}:
-            raise UserError(f"{name} {path} is the job file itself: name another file")
+    taken = {Path(file).resolve(): "the job file itself" for job in jobs for file in [job, *glob.glob(job, recursive=True)]}
+    for name, path in (("--out", out), ("--summary", summary), ("--log", log)):
+        if path is None:
+            continue
+        if path.resolve() in taken:
+            raise UserError(f"{name} {path} is {taken[path.resolve()]}: name another file")
+        taken[path.resolve()] = f"named by {name}, too"
     if summary is not None and (summary.is_dir() or not summary.parent.is_dir()):
         raise UserError(f"--summary {summary}: name a file in a folder that is there")
 

@@ -97,6 +97,22 @@ class JobSource:
             else:
                 yield from _blocks_of_table(source, self.name)
 
+    def stamp(self) -> tuple[tuple[int, int, int], ...]:
+        """What changes when a file is written to or replaced: sizes, times and numbers of the files.
+
+        Raises:
+            UserError: a file is gone.
+        """
+        found = []
+        for path in self.inputs:
+            if isinstance(path, Path):
+                try:
+                    status = path.stat()
+                except OSError as error:
+                    raise UserError(f"{path} cannot be read: {error.strerror or error}") from error
+                found.append((status.st_size, status.st_mtime_ns, status.st_ino))
+        return tuple(found)
+
     def fingerprint(self) -> list[dict[str, Any]]:
         """Of each file its name, size and a hash of its content.
 

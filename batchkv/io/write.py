@@ -113,7 +113,7 @@ def replace_file(
             os.fsync(file.fileno())
         before_rename()
         os.replace(temporary, target)
-        _sync_folder(target.parent)
+        sync_folder(target.parent)
     finally:
         with contextlib.suppress(OSError):
             temporary.unlink()
@@ -184,7 +184,7 @@ def _without_json(dtype: pa.DataType) -> str | None:
     return "binary" if "binary" in str(dtype) else None
 
 
-def _sync_folder(folder: Path) -> None:
+def sync_folder(folder: Path) -> None:
     """Makes a rename in `folder` outlast a loss of power."""
     if os.name != "posix":
         return

@@ -146,7 +146,6 @@ class TestGoingOn:
     def test_nothing_is_done_at_first(self, out: Path) -> None:
         with open_run_folder(out, overwrite=False) as folder:
             folder.begin(MANIFEST)
-            assert not folder.is_resumed
             assert [array.tolist() for array in folder.done()] == [[], []]
 
     def test_a_damaged_part_is_good_up_to_the_damage(self, out: Path) -> None:
@@ -175,7 +174,6 @@ class TestGoingOn:
         run_and_stop(out, Record(0, 0, "stop"))
         with open_run_folder(out, overwrite=True) as folder:
             assert folder.begin(Manifest.of(model="n")) is None
-            assert not folder.is_resumed
             assert folder.done()[1].tolist() == []
         assert Manifest.read(parts_path(out) / "manifest.json") == Manifest.of(model="n")
 
@@ -190,7 +188,6 @@ class TestGoingOn:
         run_and_stop(out, *records)
         with open_run_folder(out, overwrite=False) as folder:
             assert folder.begin(Manifest.of(model="n")) is None
-            assert not folder.is_resumed
 
     def test_a_manifest_that_is_not_whole_is_no_run(self, out: Path) -> None:
         run_and_stop(out, Record(0, 0, "stop"))
@@ -202,13 +199,6 @@ class TestGoingOn:
     def test_records_need_a_beginning(self, out: Path) -> None:
         with open_run_folder(out, overwrite=False) as folder, pytest.raises(RuntimeError), folder.records():
             pass
-
-    def test_the_token_file_is_gone_afterwards(self, out: Path) -> None:
-        with open_run_folder(out, overwrite=False) as folder:
-            with folder.token_file() as file:
-                file.write(b"abc")
-                assert names(out) == ["lock", "tokens"]
-            assert names(out) == ["lock"]
 
 
 class TestPublishing:
