@@ -7,7 +7,7 @@ rows to its left and right share: it is computed once in each part. Memory is th
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import numpy as np
 import numpy.typing as npt
@@ -40,8 +40,9 @@ def partition(
         after_block: called when some of the arena has been read that is not needed for a while.
     """
     rows = np.flatnonzero(arena.lengths > 0)
-    total_outputs, total_tokens = int(outputs[rows].sum()), int(arena.lengths[rows].sum())
-    num_parts = max(-(-total_outputs // max_outputs), -(-total_tokens // max_tokens))
+    is_all = len(rows) == arena.num_rows
+    total_outputs = int((outputs if is_all else outputs[rows]).sum())
+    num_parts = max(-(-total_outputs // max_outputs), -(-int(arena.lengths.sum()) // max_tokens))
     if num_parts <= 1:
         return [rows] if len(rows) else []
     splitters = _splitters(arena, group, rows, 2 * num_parts, after_block)
@@ -52,8 +53,8 @@ def partition(
         done += len(block)
         after_block()
     parts: list[Int64Array] = []
-    for found in np.split(rows[np.argsort(part, kind="stable")], np.cumsum(np.bincount(part))[:-1]):
-        _append(parts, found, arena, outputs, max_outputs, max_tokens)
+    for number in range(len(splitters) + 1):
+        _append(parts, rows[part == number], arena, outputs, max_outputs, max_tokens)
     return parts
 
 
@@ -95,10 +96,12 @@ def _splitters(
     return splitters
 
 
-def _blocks(arena: TokenArena, rows: Int64Array) -> list[Int64Array]:
+def _blocks(arena: TokenArena, rows: Int64Array) -> Iterator[Int64Array]:
     """Consecutive rows with about `_BLOCK_TOKENS` tokens together."""
-    ends = np.cumsum(arena.lengths[rows])
-    return np.split(rows, np.searchsorted(ends, np.arange(_BLOCK_TOKENS, int(ends[-1]), _BLOCK_TOKENS)))
+    mean = max(int(arena.lengths.sum()) // max(len(rows), 1), 1)
+    size = max(_BLOCK_TOKENS // mean, 1)
+    for start in range(0, len(rows), size):
+        yield rows[start : start + size]
 
 
 def _places(

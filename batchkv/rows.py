@@ -265,10 +265,10 @@ class _Intake:
         tokens = np.zeros(0, np.int32) if mapped is None else np.frombuffer(mapped, np.int32)
         return Rows(
             arena=TokenArena.from_lengths(tokens, lengths),
-            params=RowParams(tuple(self._number_of_params), _joined(self._params, np.int32)),
+            params=RowParams(tuple(self._number_of_params), _small(_joined(self._params, np.int32))),
             keys=_joined(self._keys, np.uint64),
-            tenants=_joined(self._tenants, np.int32),
-            score_from=_joined(self._score_from, np.int32),
+            tenants=_small(_joined(self._tenants, np.int32)),
+            score_from=_small(_joined(self._score_from, np.int32)),
             has_continuations=CONTINUATION_COLUMN in self.columns,
             dependencies=None,
             deferred=self.deferred,
@@ -362,6 +362,15 @@ def _joined(parts: list[Any], dtype: type[np.generic]) -> npt.NDArray[Any]:
 
 _NOT_SCORED = RowError("bad_parameter", "the row has no continuation to be scored: it is null")
 _WAITS_AND_SCORED = RowError("bad_parameter", "a row with a continuation to be scored cannot wait for other rows")
+
+
+def _small(numbers: npt.NDArray[np.int32]) -> npt.NDArray[np.int32]:
+    """The same to be read, in no memory to speak of if all are equal: most jobs have no tenants and one set of
+    parameters.
+    """
+    if len(numbers) and (numbers == numbers[0]).all():
+        return np.broadcast_to(numbers[0], numbers.shape)
+    return numbers
 
 
 def _without_text(job: Job, errors: Errors) -> dict[int, RowError]:
