@@ -277,6 +277,7 @@ class Engine:
 
         def after_step(ended: int, generated: int) -> None:
             show(ended, generated)
+            metrics.elapsed_s = metrics.load_s + perf_counter() - started
             snapshots.after_step(metrics, ledger)
 
         watch.on_progress("plan", 0, 0)

@@ -164,11 +164,13 @@ class _BatchRun:
             with job.metrics.timed("plan"):
                 prepared = prepare_wave(whole, done, job.layout, job.limits)
             self._reject(prepared.errors)
+            job.on_event("wave", prepared.plan.numbers())
             self._execute_alone(prepared)
         else:
             with job.metrics.timed("plan"):
                 prepared, expected = kv.prepare(whole, done, later.needed, is_last=is_last)
             self._reject(prepared.errors)
+            job.on_event("wave", prepared.plan.numbers())
             if expected is None:
                 self._execute_alone(prepared)
             else:
@@ -176,7 +178,6 @@ class _BatchRun:
                     kept = self._machine.execute(prepared, kv.runner, kv.cache, self._writer(prepared).write)
                     kv.keep(prepared, kept, later.needed)
                 kv.expect(expected, later.continued_output)
-        job.on_event("wave", prepared.plan.numbers())
         return totals.plus(prepared.plan)
 
     def _execute_alone(self, prepared: PreparedWave) -> None:

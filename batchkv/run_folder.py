@@ -12,6 +12,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import re
 import shutil
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
@@ -26,6 +27,7 @@ import pyarrow.compute as pc
 from filelock import FileLock, Timeout
 
 from batchkv.errors import UserError, cannot_go_on, is_disk_full
+from batchkv.io.columns import shown
 from batchkv.io.write import JSON_LINES, check_schema, checked_target, sync_folder, write_lines, write_tables
 from batchkv.manifest import Manifest
 from batchkv.parts import PartFile, read_part
@@ -35,6 +37,10 @@ from batchkv.rows import Rows
 from batchkv.waves import output_keys
 
 Int64Array = npt.NDArray[np.int64]
+
+_OWN = re.compile(
+    r"lock|(manifest|metrics|complete)\.(json|tmp)|manifest\.json\.tmp|part-\d{5}|result|bucket-\d+\.arrow"
+)
 
 
 class RunFolder:
@@ -79,7 +85,8 @@ class RunFolder:
             self._clear()
         if before != manifest:
             manifest.write(self._manifest)
-        self._part = self.path / f"part-{len(self._parts()) + 1:05}"
+        last = max((int(path.name.removeprefix("part-")) for path in self._parts()), default=0)
+        self._part = self.path / f"part-{last + 1:05}"
         return None
 
     def check_columns(self, rows: Rows) -> None:
@@ -180,7 +187,7 @@ class RunFolder:
         return self.path / "complete.json"
 
     def _parts(self) -> list[Path]:
-        return sorted(self.path.glob("part-*"))
+        return sorted(path for path in self.path.iterdir() if re.fullmatch(r"part-\d{5}", path.name))
 
     def _earlier(self) -> Iterator[pa.RecordBatch]:
         for path in self._parts():
@@ -222,6 +229,14 @@ class RunFolder:
             if path.name not in ("lock", *kept):
                 path.unlink()
 
+    def remove_if_nothing_is_finished(self) -> None:
+        """A run that was refused, or stopped before its first sample, leaves nothing behind."""
+        with suppress(OSError):
+            if self.path.exists() and not self._complete.exists():
+                batches = (batch for path in self._parts() for batch in read_part(path))
+                if not any(batch.column("error_code").null_count for batch in batches):
+                    self._remove()
+
     def _remove(self) -> None:
         """What tells that the results are complete goes last."""
         with suppress(OSError):
@@ -240,13 +255,21 @@ def open_run_folder(out: Path, *, overwrite: bool) -> Iterator[RunFolder]:
     path = parts_path(target)
     if target.exists() and not overwrite and not path.exists():
         raise UserError(f"{out} exists: choose another path, or replace it with --overwrite")
+    if path.is_symlink() or (path.exists() and not path.is_dir()):
+        raise UserError(f"{path} is no folder: what is finished is to lie there: move it away, or choose another --out")
     try:
         path.mkdir(exist_ok=True)
+        foreign = sorted(entry.name for entry in path.iterdir() if not _OWN.fullmatch(entry.name) or entry.is_dir())
+        if foreign:
+            raise UserError(
+                f"{path} holds {shown(foreign[0])}, which is not of a run: move it, or choose another --out"
+            )
         with FileLock(path / "lock", timeout=0):
+            folder = RunFolder(target, overwrite=overwrite)
             try:
-                yield RunFolder(target, overwrite=overwrite)
+                yield folder
             finally:
-                _remove_if_unused(path)
+                folder.remove_if_nothing_is_finished()
     except FileNotFoundError:  # the run that had it has just finished
         raise UserError(f"another run has just written {out}: give the command again") from None
     except Timeout:
@@ -260,10 +283,3 @@ def open_run_folder(out: Path, *, overwrite: bool) -> Iterator[RunFolder]:
 def parts_path(out: Path) -> Path:
     """Where what is finished lies until the results are complete."""
     return out.with_name(f"{out.name}.parts")
-
-
-def _remove_if_unused(path: Path) -> None:
-    """A run that was refused before it began leaves nothing behind."""
-    with suppress(OSError):
-        if [entry.name for entry in path.iterdir()] == ["lock"]:
-            shutil.rmtree(path, ignore_errors=True)

@@ -1,12 +1,12 @@
 """Memory of a whole run by the number of rows: it is to stay flat.
 
-    python -m benchmarks.row_memory                     # 100,000 and 1,000,000 rows: some minutes on two cores
+    python -m benchmarks.row_memory                 # 100,000 and 1,000,000 rows: some minutes
     python -m benchmarks.row_memory --rows 5000000
     python -m benchmarks.row_memory --repeats 1         # every prompt once: more than a millisecond a row
 
 Every prompt comes `--repeats` times: greedy twins are computed once, but each is a row that is read, recorded and
-written. A tiny model made on the spot, so that what is seen is that of the rows. `batchkv run` in a process of its own; peak
-resident memory as the kernel counts it, mapped files included, and as it was when the model was loaded.
+written. A tiny model made on the spot, so that what is seen is that of the rows. `batchkv run` in a process of its own;
+peak resident memory as the kernel counts it, mapped files included.
 """
 
 from __future__ import annotations

@@ -151,7 +151,9 @@ def _check_apart(out: Path, summary: Path | None, log: Path | None, jobs: list[s
     Raises:
         UserError: names the file.
     """
-    taken = {Path(file).resolve(): "the job file itself" for job in jobs for file in [job, *glob.glob(job, recursive=True)]}
+    taken = {
+        Path(file).resolve(): "the job file itself" for job in jobs for file in [job, *glob.glob(job, recursive=True)]
+    }
     for name, path in (("--out", out), ("--summary", summary), ("--log", log)):
         if path is None:
             continue

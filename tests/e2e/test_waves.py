@@ -187,7 +187,7 @@ def test_another_job_model_or_parameter_is_refused_while_a_run_is_unfinished(tmp
     with pytest.raises(UserError, match="another job: limit was None and is 3:"):
         run_into(engine, jobs, out, limit=3)
     write_table(job(rows=23), jobs)
-    with pytest.raises(UserError, match=r"another job: job jobs\.parquet has changed:"):
+    with pytest.raises(UserError, match=r"another job: job has changed \(jobs\.parquet\):"):
         run_into(engine, jobs, out)
     write_table(job(), jobs)
     with torch.no_grad():

@@ -175,7 +175,8 @@ class TestGoingOn:
         with open_run_folder(out, overwrite=True) as folder:
             assert folder.begin(Manifest.of(model="n")) is None
             assert folder.done()[1].tolist() == []
-        assert Manifest.read(parts_path(out) / "manifest.json") == Manifest.of(model="n")
+            assert Manifest.read(parts_path(out) / "manifest.json") == Manifest.of(model="n")
+        assert not parts_path(out).exists()  # nothing is finished
 
     def test_overwrite_goes_on_with_the_same_job(self, out: Path) -> None:
         run_and_stop(out, Record(0, 0, "stop"))
