@@ -269,6 +269,7 @@ class Engine:
             only_scored=only_scored,
             on_progress=watch.on_progress,
         )
+        ledger.expect(rows.num_rows)
         (folder.check_columns if folder else result_schema)(rows)  # before any work: can there be a result?
         numbers = {"rows": rows.num_rows, "errors": ledger.num_errors, "outputs": rows.num_outputs}
         watch.on_event("read", numbers)

@@ -42,6 +42,10 @@ class Ledger:
     def has_failed(self, row: int) -> bool:
         return row < len(self._failed) and bool(self._failed[row])
 
+    def expect(self, num_rows: int) -> None:
+        """So many rows there are: no more room than that is needed."""
+        self._widen(num_rows, exactly=True)
+
     def append(self, records: Sequence[Record]) -> None:
         """Samples that have ended."""
         if records:
@@ -58,8 +62,8 @@ class Ledger:
             self._failed[list(new)] = True
             self._sink.append([Record.of_error(row, error) for row, error in new.items()])
 
-    def _widen(self, num_rows: int) -> None:
+    def _widen(self, num_rows: int, *, exactly: bool = False) -> None:
         more = num_rows - len(self._failed)
         if more > 0:
-            more = max(more, len(self._failed))
+            more = more if exactly else max(more, len(self._failed))
             self._recorded, self._failed = np.pad(self._recorded, (0, more)), np.pad(self._failed, (0, more))

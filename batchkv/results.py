@@ -68,13 +68,15 @@ def result_blocks(source: JobSource, rows: Rows, ordered: Iterable[pa.Table]) ->
     _check_unchanged(source, rows)
     cursor = _Cursor(ordered)
     first = 0
-    wanted = rows.outputs_of_rows()
     schema, extra = result_schema(rows), _extra_columns(rows)
     for one in job_blocks(source):
         block = one.table
         found = cursor.take(first + block.num_rows)
         row = found.column("row").to_numpy() - first
-        _check_complete(found, row, wanted[first : first + block.num_rows], first)
+        wanted = rows.params.take(np.arange(first, first + block.num_rows)).column(
+            lambda one: one.num_outputs, np.int64
+        )
+        _check_complete(found, row, wanted, first)
         ids, _, _ = read_ids(block, first, rows.id_kind)
         carried = conformed(carried_columns(block), rows.carried, block.num_rows, block.where)
         columns: dict[str, Any] = {

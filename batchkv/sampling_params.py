@@ -136,8 +136,13 @@ class RowParams:
         return RowParams(self.distinct, self.index[rows])
 
     def column(self, value: Callable[[SamplingParams], Any], dtype: type[_Scalar]) -> npt.NDArray[_Scalar]:
-        """`value` of each row's parameters, [rows]; computed once for rows that have the same."""
+        """`value` of each row's parameters, [rows]; computed once for rows that have the same.
+
+        Where `index` is one number for all rows, so is this, and cannot be written to.
+        """
         values: npt.NDArray[_Scalar] = np.array([value(params) for params in self.distinct], dtype)
+        if len(self.index) and self.index.strides == (0,):
+            return np.broadcast_to(values[self.index[0]], self.index.shape)
         return values[self.index]
 
 
