@@ -106,6 +106,8 @@ def check_rows(table: JobTable, defaults: SamplingParams, *, first_row: int = 0,
         raise UserError(
             f"{table.where}: a column has a type that cannot be read ({one_line(str(error))}): cast it to a plain one"
         ) from None
+    except UnicodeDecodeError:
+        raise UserError(f"{table.where}: a column of the job holds text that is no UTF-8: write it as UTF-8") from None
 
 
 def _checked(table: JobTable, defaults: SamplingParams, first_row: int, id_kind: IdKind | None) -> Job:

@@ -15,6 +15,7 @@ _Scalar = TypeVar("_Scalar", bound=np.generic)
 CONSTRAINTS = ("choices", "regex", "json_schema")  # of these a row has at most one
 
 MAX_INT32 = 2**31 - 1
+_SHOWN_CHARACTERS = 80
 MAX_SAMPLES = 2**16  # one row with more would take the whole job's memory
 
 
@@ -148,4 +149,6 @@ class RowParams:
 
 def _require(ok: bool, name: str, value: object, allowed: str) -> None:
     if not ok:
-        raise ValueError(f"{name} is {value!r}, must be {allowed}")
+        text = repr(value)
+        cut = text if len(text) <= _SHOWN_CHARACTERS else f"{text[: _SHOWN_CHARACTERS - 1]}…"
+        raise ValueError(f"{name} is {cut}, must be {allowed}")

@@ -194,7 +194,7 @@ def _blocks_of_file(path: Path) -> Iterator[JobTable]:
 def _blocks_of_parquet(path: Path) -> Iterator[JobTable]:
     # Not `pq.read_table`: that adds columns for folders named `key=value`.
     with pq.ParquetFile(path) as file:
-        _check_names(file.schema_arrow.names, str(path))
+        _check_schema(file.schema_arrow, str(path))
         groups = [file.metadata.row_group(i) for i in range(file.metadata.num_row_groups)]
         # of rows in memory; what a file says of itself can be wrong, but no worse than too few rows at a time
         row_bytes = max((group.total_byte_size // max(group.num_rows, 1) for group in groups), default=0)
@@ -222,7 +222,7 @@ def _blocks_of_ipc(path: Path) -> Iterator[JobTable]:
 
 
 def _blocks_of_batches(batches: Iterable[pa.RecordBatch], schema: pa.Schema, where: str) -> Iterator[JobTable]:
-    _check_names(schema.names, where)
+    _check_schema(schema, where)
     first = 0
     for table in _joined(batches):
         for start in range(0, table.num_rows, BLOCK_ROWS):
@@ -269,14 +269,26 @@ def _block_of(table: pa.Table, where: str) -> JobTable:
 
 
 def _with_distinct_names(table: pa.Table, source: str) -> pa.Table:
-    _check_names(table.column_names, source)
+    _check_schema(table.schema, source)
     return table
 
 
-def _check_names(names: list[str], source: str) -> None:
-    twice = next((name for name, count in Counter(names).items() if count > 1), None)
+def _check_schema(schema: pa.Schema, source: str) -> None:
+    twice = next((name for name, count in Counter(schema.names).items() if count > 1), None)
     if twice is not None:
         raise UserError(f"{source} has two columns named {shown(twice)}: rename one of them")
+    for field in schema:
+        if _is_nested_deeper(field.type, MAX_JSON_DEPTH):
+            raise UserError(
+                f"{source}: column {shown(field.name)} is nested more than {MAX_JSON_DEPTH} levels deep: drop it, or "
+                "write it as JSON text"
+            )
+
+
+def _is_nested_deeper(dtype: pa.DataType, levels: int) -> bool:
+    if not dtype.num_fields:
+        return False
+    return levels == 0 or any(_is_nested_deeper(dtype.field(i).type, levels - 1) for i in range(dtype.num_fields))
 
 
 @dataclass(frozen=True, slots=True)

@@ -32,7 +32,7 @@ def check_schema(path: StrPath, schema: pa.Schema) -> None:
     with open(os.devnull, "wb") as nowhere:
         try:
             _WRITERS[target.suffix.lower()]([schema.empty_table()], schema, nowhere)
-        except _CANNOT as error:
+        except (*_CANNOT, OSError) as error:  # Parquet has an OSError for decimals that it has not
             raise _cannot_be_stored(error, target) from error
 
 
