@@ -82,6 +82,10 @@ def write_tables(
             _WRITERS[target.suffix.lower()](tables, schema, file)
         except _CANNOT as error:
             raise _cannot_be_stored(error, target) from error
+        except OSError as error:
+            if error.errno is None:  # not of the disk: Parquet's, for decimals that it has not
+                raise _cannot_be_stored(error, target) from error
+            raise
 
     replace_file(target, temporary, write, before_rename)
 
