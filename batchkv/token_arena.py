@@ -10,7 +10,7 @@ import numpy.typing as npt
 
 TokenIds = npt.NDArray[np.int32]
 
-_SCATTERED_ROWS = 1 << 7  # some 8 MiB of pages
+_SCATTERED_ROWS = 1 << 5  # some 2 MiB of pages
 _ROWS_TAKEN = 1 << 12  # rows copied at once: bounds the temporaries
 
 
