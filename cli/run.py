@@ -56,7 +56,9 @@ def run(
     logprobs: options.Logprobs = False,
     choice_mode: options.ChoiceMode = options.DEFAULTS.choice_mode,
     limit: options.Limit = None,
-    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace results that are there.")] = False,
+    overwrite: Annotated[
+        bool, typer.Option("--overwrite", help="Replace results that are there, and give up another unfinished run.")
+    ] = False,
     allow_row_errors: Annotated[
         bool, typer.Option("--allow-row-errors", help="Exit with 0 even if rows have errors.")
     ] = False,
@@ -66,7 +68,10 @@ def run(
 ) -> None:
     """Plan and execute a job file; writes one result row per row and sample.
 
-    Exit codes: 0 every row ok, 3 some rows have errors, 2 the command, the job or the model is unusable.
+    A run that was interrupted goes on when the same command is given again.
+
+    Exit codes: 0 every row ok, 3 some rows have errors, 2 the command, the job or the model is unusable,
+    130 interrupted, 1 a bug.
     """
     checked_target(out)
     _check_apart(out, summary, log, jobs)
@@ -184,6 +189,8 @@ def describe(totals: dict[str, Any], out: Path) -> str:
         + ", ".join(f"{name} {totals[f'{name}_s']:.1f}" for name in _TIMES)
         + f"; {totals['elapsed_s']:.1f} in all",
     ]
+    if totals["resumed_samples"]:
+        lines.insert(1, f"resumed   {totals['resumed_samples']:,} samples of an earlier run, not counted below")
     if totals["attention"] == "torch":
         lines.append("attention torch operations: the native kernel is faster, if it was built and has the KV dtype")
     if totals["decode_graphs"] not in ("off", "recorded"):
