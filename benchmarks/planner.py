@@ -27,7 +27,9 @@ import psutil
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from batchkv.choices import ChoiceTokens
 from batchkv.config import EngineConfig
+from batchkv.constraints import ConstraintChecks
 from batchkv.io.read import open_jobs
 from batchkv.job import check_rows
 from batchkv.job_plan import PlanTotals
@@ -38,7 +40,7 @@ from batchkv.preparation import ModelFacts, prepare_wave
 from batchkv.rows import take_in
 from batchkv.sampling_params import SamplingParams
 from batchkv.tokenization import tokenize
-from batchkv.waves import NOTHING, waves
+from batchkv.waves import NOTHING, split, wave_of
 
 PROMPT_TOKENS = 512
 LEVEL_ENDS = (192, 320, 416, PROMPT_TOKENS)  # where the nodes of each depth end
@@ -112,14 +114,15 @@ def plan_file(path: Path) -> Cost:
     cpu_started = process_time()
     metrics, totals = RunMetrics(), PlanTotals()
     limits = FACTS.plan_limits(EngineConfig(), kv_bytes=2 << 30, device_type="cpu")
-    with tempfile.TemporaryFile() as tokens:
-        rows = take_in(
-            open_jobs(path), SamplingParams(), None, FACTS.prompt_limits, tokens, lambda errors: None, metrics
-        )
-        started = perf_counter()
-        for wave in waves(rows):
-            totals = totals.plus(prepare_wave(wave, NOTHING, FACTS.layout, limits).plan)
-        plan_s = perf_counter() - started
+    checks = ConstraintChecks(None, VOCAB_SIZE, ())
+    rows = take_in(
+        open_jobs(path), SamplingParams(), None, FACTS.prompt_limits, None, checks, lambda errors: None, metrics
+    )
+    started = perf_counter()
+    for picked in split(rows):
+        wave = wave_of(rows, picked, rows.prompts(picked), ChoiceTokens(None))
+        totals = totals.plus(prepare_wave(wave, NOTHING, FACTS.layout, limits).plan)
+    plan_s = perf_counter() - started
     return Cost(
         rows=rows.num_rows,
         waves=totals.waves,
@@ -171,7 +174,7 @@ def tokenize_rates(count: int, seed: int) -> list[Rate]:
         alone_s, alone_cpu_s = perf_counter() - clock, process_time() - cpu
         del alone
         clock, cpu = perf_counter(), process_time()
-        tokens = sum(len(tokenize(job, tokenizer)[0].tokens) for job in jobs)
+        tokens = sum(len(tokenize(job.prompts, tokenizer)[0].tokens) for job in jobs)
         rates.append(Rate(tokens, alone_s, perf_counter() - clock, alone_cpu_s, process_time() - cpu))
     return rates
 
