@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-import signal
 import sys
-from types import FrameType
 from typing import Annotated, Any
 
 import typer
 
 from batchkv import __version__
 from batchkv.cli import plan, run
-from batchkv.errors import Interrupted, UserError
+from batchkv.cli.interruption import watch_for_signals
+from batchkv.errors import UserError
 
-USER_ERROR, INTERRUPTED = 2, 130
+USER_ERROR = 2
 
 # What typer raises for options it does not know or cannot read. Its releases differ in where that class is.
 _CommandLineError: Any = typer.BadParameter.__mro__[2]
@@ -48,8 +47,7 @@ app.command("plan")(plan.plan)
 
 def main() -> None:
     """The console script. A user's mistake is one line and exit code 2, never a traceback."""
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, _interrupt)
+    watch_for_signals()
     try:
         sys.exit(app(standalone_mode=False))
     except UserError as error:
@@ -61,13 +59,6 @@ def main() -> None:
 def _fail(message: str) -> None:
     print(f"batchkv: {message}", file=sys.stderr)
     sys.exit(USER_ERROR)
-
-
-def _interrupt(number: int, frame: FrameType | None) -> None:
-    for other in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(other, signal.SIG_DFL)  # once more ends it at once
-    print(f"batchkv: interrupted by {signal.Signals(number).name}", file=sys.stderr)
-    raise Interrupted(INTERRUPTED)
 
 
 if __name__ == "__main__":

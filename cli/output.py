@@ -6,6 +6,8 @@ import os
 import sys
 from typing import TYPE_CHECKING, Any
 
+from batchkv.cli.interruption import check
+
 if TYPE_CHECKING:
     from batchkv.progress import OnStep
 
@@ -34,6 +36,7 @@ class ProgressBar:
 
     def prepare(self, doing: str, done: int, total: int) -> None:
         """One line for each thing done before the first token, gone when the next begins."""
+        check()
         if doing != self._doing:
             self._open(doing, total, unit=" rows", leave=False, bar_format=None if total else "{desc} ...")
         self._bar.total = total or None
@@ -46,6 +49,7 @@ class ProgressBar:
 
         def advance(ended: int, generated: int) -> None:
             nonlocal tokens
+            check()
             tokens += generated
             seconds = bar.format_dict["elapsed"] if not bar.disable else 0.0
             if seconds:

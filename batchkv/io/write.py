@@ -83,7 +83,8 @@ def write_tables(
         except _CANNOT as error:
             raise _cannot_be_stored(error, target) from error
         except OSError as error:
-            if error.errno is None:  # not of the disk: Parquet's, for decimals that it has not
+            # Parquet has an OSError without a number for decimals that it has not, polars has one for the disk.
+            if error.errno is None and "os error" not in str(error):
                 raise _cannot_be_stored(error, target) from error
             raise
 
