@@ -49,15 +49,14 @@ def batches(rows: Rows, budget_tokens: int) -> Iterator[Batch]:
         for picked in parts:
             yield Batch((picked,))
         return
-    part_of = np.full(rows.num_rows, -1, np.int32)
-    for number, picked in enumerate(parts):
-        part_of[picked] = number
     members = np.flatnonzero(_can_run(rows, dependencies))
     if not len(members):
         return
-    part = part_of[dependencies.component[members]]  # a component is named after its first row, which may itself wait
+    part = parts.of_row[
+        dependencies.component[members]
+    ]  # a component is named after its first row, which may itself wait
     orphans = part < 0
-    part[orphans] = _parts_of_roots(members[orphans], dependencies, part_of)
+    part[orphans] = _parts_of_roots(members[orphans], dependencies, parts.of_row)
     order = np.lexsort((members, dependencies.component[members], part))
     for picked in _in_budget(rows, dependencies, members[order], budget_tokens // 2):
         generation = dependencies.generation[picked]

@@ -1,4 +1,4 @@
-"""All rows of a job, as far as they are needed to run it: token ids in a mapped file, the rest in flat arrays.
+"""All rows of a job, as far as they are needed to run it: flat arrays in files that are mapped.
 
 Rows come in blocks and leave nothing else behind. Ids and carried columns are read again from the job when results are
 written.
@@ -6,13 +6,11 @@ written.
 
 from __future__ import annotations
 
-import mmap
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
-from tempfile import TemporaryFile, gettempdir
+from tempfile import gettempdir
 from time import perf_counter
-from typing import IO, Any
 
 import numpy as np
 import numpy.typing as npt
@@ -30,6 +28,7 @@ from batchkv.io.dependencies import References
 from batchkv.io.job_blocks import job_blocks
 from batchkv.io.read import JobSource
 from batchkv.job import IdKind, Job, carried_columns, check_columns, check_rows, read_ids
+from batchkv.mapped_array import ArrayWriter, release_pages, without_repeats
 from batchkv.metrics import RunMetrics
 from batchkv.progress import OnProgress, no_progress
 from batchkv.random_numbers import row_key
@@ -48,7 +47,7 @@ class Rows:
     """The rows of a job.
 
     Attributes:
-        arena: prompts, in a mapped file; rows that cannot run have no tokens.
+        arena: prompts; rows that cannot run have no tokens.
         params: a row with an error has the job's defaults, one that is scored `SCORING`. Seeds are 0: they are in the
             keys.
         keys: uint64 [rows], from `random_numbers.row_key`.
@@ -62,7 +61,6 @@ class Rows:
         is_batch: whether the job is OpenAI Batch requests.
         carried: schema of the columns that are copied to the result.
         stamp: of the job's files, before they were read.
-        mapped: the token file; None if it is empty.
     """
 
     arena: TokenArena
@@ -78,7 +76,6 @@ class Rows:
     is_batch: bool
     carried: pa.Schema
     stamp: tuple[tuple[int, int, int], ...]
-    mapped: mmap.mmap | None
 
     @property
     def num_rows(self) -> int:
@@ -89,7 +86,7 @@ class Rows:
         """Result rows of all rows that have tokens, or will have some."""
         outputs = self.outputs_of_rows()
         waiting = list(self.dependencies.required) if self.dependencies else []
-        return int(outputs[self.arena.lengths > 0].sum() + outputs[waiting].sum())
+        return int(outputs.sum(where=self.arena.lengths > 0) + outputs[waiting].sum())
 
     def outputs_of_rows(self) -> Int64Array:
         """int64 [rows]: result rows of each, if it has no error."""
@@ -103,8 +100,7 @@ class Rows:
 
     def release_pages(self) -> None:
         """Lets the system have back the memory in which parts of the token file are; they are read again if needed."""
-        if self.mapped is not None and hasattr(mmap, "MADV_DONTNEED"):
-            self.mapped.madvise(mmap.MADV_DONTNEED)
+        release_pages([self.arena.tokens, self.arena.lengths, self.keys])
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,12 +143,8 @@ def take_in(
         UserError: no row of the job can be run, or the token file cannot be written.
     """
     try:
-        with TemporaryFile(dir=scratch) as token_file:  # what is mapped outlasts it
-            deferred = DeferredPrompts(scratch)
-            intake = _Intake(
-                defaults, tokenizer, limits, token_file, deferred, constraints, reject, metrics, only_scored
-            )
-            return _take_in(intake, source, on_progress)
+        intake = _Intake(defaults, tokenizer, limits, scratch, constraints, reject, metrics, only_scored)
+        return _take_in(intake, source, on_progress)
     except OSError as error:
         if is_disk_full(error):
             where = scratch or f"the temporary folder {gettempdir()}"
@@ -188,7 +180,9 @@ def _take_in(intake: _Intake, source: JobSource, on_progress: OnProgress) -> Row
         }
     )
     intake.failed.append(np.fromiter(twins, np.int64))
-    rows = _with_dependencies(replace(rows, arena=rows.arena.with_rows_dropped(twins)), intake, source)
+    if twins:
+        rows = replace(rows, arena=rows.arena.with_rows_dropped(twins))
+    rows = _with_dependencies(rows, intake, source)
     intake.metrics.read_s += perf_counter() - started - intake.metrics.tokenize_s
     return rows
 
@@ -207,35 +201,40 @@ def _with_dependencies(rows: Rows, intake: _Intake, source: JobSource) -> Rows:
     return replace(rows, dependencies=found, ids=all_ids)
 
 
-@dataclass(slots=True)
 class _Intake:
-    """Rows in the making."""
+    """Rows in the making. Arguments as of `take_in`."""
 
-    defaults: SamplingParams
-    tokenizer: Tokenizer | None
-    limits: PromptLimits
-    token_file: IO[bytes]
-    deferred: DeferredPrompts
-    constraints: ConstraintChecks
-    reject: Reject
-    metrics: RunMetrics
-    only_scored: bool = False
-    stamp: tuple[tuple[int, int, int], ...] = ()
-    num_rows: int = 0
-    id_kind: IdKind | None = None
-    is_batch: bool = False
-    columns: dict[str, None] = field(default_factory=dict)
-    carried: CarriedSchema = field(default_factory=CarriedSchema)
-    failed: list[Int64Array] = field(default_factory=list)
-    references: list[References] = field(default_factory=list)
-    id_hashes: list[npt.NDArray[np.uint64]] = field(default_factory=list)
-    _lengths: list[Int64Array] = field(default_factory=list)
-    _params: list[npt.NDArray[np.int32]] = field(default_factory=list)
-    _keys: list[npt.NDArray[np.uint64]] = field(default_factory=list)
-    _tenants: list[npt.NDArray[np.int32]] = field(default_factory=list)
-    _score_from: list[npt.NDArray[np.int32]] = field(default_factory=list)
-    _number_of_params: dict[SamplingParams, int] = field(default_factory=dict)
-    _number_of_tenant: dict[str | None, int] = field(default_factory=lambda: {None: 0})
+    def __init__(
+        self,
+        defaults: SamplingParams,
+        tokenizer: Tokenizer | None,
+        limits: PromptLimits,
+        scratch: Path | None,
+        constraints: ConstraintChecks,
+        reject: Reject,
+        metrics: RunMetrics,
+        only_scored: bool,
+    ) -> None:
+        self.defaults, self.tokenizer, self.limits = defaults, tokenizer, limits
+        self.constraints, self.reject, self.metrics, self.only_scored = constraints, reject, metrics, only_scored
+        self.stamp: tuple[tuple[int, int, int], ...] = ()
+        self.num_rows = 0
+        self.id_kind: IdKind | None = None
+        self.is_batch = False
+        self.columns: dict[str, None] = {}
+        self.carried = CarriedSchema()
+        self.failed: list[Int64Array] = []
+        self.references: list[References] = []
+        self.deferred = DeferredPrompts(scratch)
+        self.id_hashes = ArrayWriter(np.uint64, scratch)
+        self._tokens = ArrayWriter(np.int32, scratch)
+        self._lengths = ArrayWriter(np.int64, scratch)
+        self._params = ArrayWriter(np.int32, scratch)
+        self._keys = ArrayWriter(np.uint64, scratch)
+        self._tenants = ArrayWriter(np.int32, scratch)
+        self._score_from = ArrayWriter(np.int32, scratch)
+        self._number_of_params: dict[SamplingParams, int] = {}
+        self._number_of_tenant: dict[str | None, int] = {None: 0}
 
     def add(self, job: Job) -> None:
         waiting = self._defer(job)
@@ -243,7 +242,7 @@ class _Intake:
             arena, score_from, errors = self._tokenize(job, waiting)
         self.failed.append(self.num_rows + np.fromiter(errors, np.int64))
         self.reject({self.num_rows + row: error for row, error in errors.items()})
-        self._write(arena)
+        self._tokens.append(arena.tokens)
         self._score_from.append(score_from)
         self._lengths.append(arena.lengths)
         self._params.append(self._params_of(job))
@@ -252,23 +251,19 @@ class _Intake:
         self._keys.append(np.fromiter(map(row_key, seeds, ids), np.uint64, job.num_rows))
         self._tenants.append(self._tenants_of(job))
         if job.id_kind != "numbered":
-            hashes = pl.Series(job.ids).hash().to_numpy().copy()
-            self.id_hashes.append(hashes)
+            self.id_hashes.append(_hashes(job.ids))
         self.id_kind = job.id_kind
         self.num_rows += job.num_rows
 
     def finish(self) -> Rows:
         """All rows that were added."""
-        lengths = _joined(self._lengths, np.int64)
-        self.token_file.flush()
-        mapped = mmap.mmap(self.token_file.fileno(), 0, access=mmap.ACCESS_READ) if lengths.any() else None
-        tokens = np.zeros(0, np.int32) if mapped is None else np.frombuffer(mapped, np.int32)
+        lengths = self._lengths.finish()
         return Rows(
-            arena=TokenArena.from_lengths(tokens, lengths),
-            params=RowParams(tuple(self._number_of_params), _small(_joined(self._params, np.int32))),
-            keys=_joined(self._keys, np.uint64),
-            tenants=_small(_joined(self._tenants, np.int32)),
-            score_from=_small(_joined(self._score_from, np.int32)),
+            arena=TokenArena.from_lengths(self._tokens.finish(), lengths),
+            params=RowParams(tuple(self._number_of_params), without_repeats(self._params.finish())),
+            keys=self._keys.finish(),
+            tenants=without_repeats(self._tenants.finish()),
+            score_from=without_repeats(self._score_from.finish()),
             has_continuations=CONTINUATION_COLUMN in self.columns,
             dependencies=None,
             deferred=self.deferred,
@@ -277,7 +272,6 @@ class _Intake:
             is_batch=self.is_batch,
             carried=self.carried.schema,
             stamp=self.stamp,
-            mapped=mapped,
         )
 
     def _defer(self, job: Job) -> list[int]:
@@ -334,9 +328,6 @@ class _Intake:
             rows[row] = np.concatenate([rows[row], token_ids])
         return TokenArena.from_rows(rows), score_from
 
-    def _write(self, arena: TokenArena) -> None:
-        self.token_file.write(np.ascontiguousarray(arena.tokens).data)
-
     def _params_of(self, job: Job) -> npt.NDArray[np.int32]:
         """int32 [rows]: which of all parameters each row has."""
         number = self._number_of_params
@@ -353,24 +344,8 @@ class _Intake:
         return np.array([number.setdefault(tenant, len(number)) for tenant in job.tenants], np.int32)
 
 
-def _joined(parts: list[Any], dtype: type[np.generic]) -> npt.NDArray[Any]:
-    """One array of all, which are gone then: together they take as much."""
-    whole = np.concatenate([np.zeros(0, dtype), *parts])
-    parts.clear()
-    return whole
-
-
 _NOT_SCORED = RowError("bad_parameter", "the row has no continuation to be scored: it is null")
 _WAITS_AND_SCORED = RowError("bad_parameter", "a row with a continuation to be scored cannot wait for other rows")
-
-
-def _small(numbers: npt.NDArray[np.int32]) -> npt.NDArray[np.int32]:
-    """The same to be read, in no memory to speak of if all are equal: most jobs have no tenants and one set of
-    parameters.
-    """
-    if len(numbers) and (numbers == numbers[0]).all():
-        return np.broadcast_to(numbers[0], numbers.shape)
-    return numbers
 
 
 def _without_text(job: Job, errors: Errors) -> dict[int, RowError]:
@@ -382,25 +357,23 @@ def _without_text(job: Job, errors: Errors) -> dict[int, RowError]:
 
 def _rows_with_taken_ids(intake: _Intake, source: JobSource) -> dict[int, int]:
     """Rows whose id an earlier row has, and which row that is."""
-    if not intake.id_hashes:
-        return {}
-    hashes = _joined(intake.id_hashes, np.uint64)
-    in_order = np.sort(hashes)
-    taken_hashes = np.unique(in_order[1:][in_order[1:] == in_order[:-1]])
+    hashes = np.sort(intake.id_hashes.finish())
+    taken_hashes = np.unique(hashes[1:][hashes[1:] == hashes[:-1]])
     if not len(taken_hashes):
         return {}
     # Hashes can be equal by chance, and null ids are no ids: those few are looked at.
-    suspects = np.flatnonzero(np.isin(hashes, taken_hashes))
     first: dict[object, int] = {}
     taken: dict[int, int] = {}
     row, kind = 0, None
     for block in (one.table for one in job_blocks(source)):
         ids, kind, _ = read_ids(block, row, kind)
-        for suspect in suspects[
-            np.searchsorted(suspects, row) : np.searchsorted(suspects, row + block.num_rows)
-        ].tolist():
-            identity = ids[suspect - row].as_py()
-            if identity is not None and first.setdefault(identity, suspect) != suspect:
-                taken[suspect] = first[identity]
+        for suspect in np.flatnonzero(np.isin(_hashes(ids), taken_hashes)).tolist():
+            identity = ids[suspect].as_py()
+            if identity is not None and first.setdefault(identity, row + suspect) != row + suspect:
+                taken[row + suspect] = first[identity]
         row += block.num_rows
     return taken
+
+
+def _hashes(ids: pa.Array) -> npt.NDArray[np.uint64]:
+    return pl.Series(ids).hash().to_numpy()

@@ -37,7 +37,9 @@ class TokenArena:
     @classmethod
     def from_lengths(cls, tokens: TokenIds, lengths: npt.NDArray[np.int64]) -> TokenArena:
         """Rows of `lengths` [rows] that lie one after the other in `tokens`."""
-        return cls(tokens, np.concatenate([np.zeros(1, np.int64), np.cumsum(lengths)]), lengths)
+        offsets = np.zeros(len(lengths) + 1, np.int64)
+        np.cumsum(lengths, out=offsets[1:])
+        return cls(tokens, offsets, lengths)
 
     @property
     def num_rows(self) -> int:

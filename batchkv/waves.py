@@ -7,7 +7,7 @@ import numpy.typing as npt
 
 from batchkv.choices import ChoiceTokens, with_choices
 from batchkv.intervals import count_up
-from batchkv.partition import partition
+from batchkv.partition import Parts, partition
 from batchkv.rows import Rows
 from batchkv.scoring import split_last_tokens
 from batchkv.token_arena import TokenArena
@@ -27,7 +27,7 @@ def output_keys(row: npt.NDArray[np.integer], sample: npt.NDArray[np.integer]) -
     return (row.astype(np.int64) << _SAMPLE_BITS) | sample.astype(np.int64)
 
 
-def split(rows: Rows) -> list[Int64Array]:
+def split(rows: Rows) -> Parts:
     """The rows that have tokens, in parts that can be planned at once."""
     return partition(
         rows.arena,

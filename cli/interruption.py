@@ -10,13 +10,14 @@ from batchkv.errors import Interrupted
 
 EXIT_CODE = 130
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
-# What a signal raises is lost if it comes while Python calls back into a destructor: then `check` raises it again.
+# What a signal raises is lost if it comes while Python runs a destructor: then `check` raises it again.
 _pending: list[int] = []
 
 
 def watch_for_signals() -> None:
     """From here on the first signal ends the run in order, and a second one at once."""
     _pending.clear()
+    sys.unraisablehook = _tell_unless_interrupted
     for number in _SIGNALS:
         signal.signal(number, _interrupt)
 
@@ -37,3 +38,8 @@ def _interrupt(number: int, frame: FrameType | None) -> None:
         signal.signal(other, signal.SIG_DFL)
     print(f"batchkv: interrupted by {signal.Signals(number).name}", file=sys.stderr)
     raise Interrupted(EXIT_CODE)
+
+
+def _tell_unless_interrupted(unraisable: sys.UnraisableHookArgs) -> None:
+    if not isinstance(unraisable.exc_value, Interrupted):
+        sys.__unraisablehook__(unraisable)

@@ -7,7 +7,6 @@ import os
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import polars as pl
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -221,8 +220,6 @@ def test_tenants_that_begin_in_a_later_block_are_others_than_nobody(tmp_path: Pa
 
 def test_token_ids_are_in_a_mapped_file_and_stay_when_their_pages_are_released() -> None:
     rows, _ = take(pa.table({"prompt_token_ids": [[1, 2], [], [3]]}), block_rows=1)
-    assert rows.mapped is not None
-    assert np.shares_memory(rows.arena.tokens, np.frombuffer(rows.mapped, np.int32))
     assert not rows.arena.tokens.flags.writeable
     rows.release_pages()
     assert prompts(rows) == [[1, 2], [], [3]]
@@ -231,13 +228,13 @@ def test_token_ids_are_in_a_mapped_file_and_stay_when_their_pages_are_released()
 @pytest.mark.parametrize("table", [pa.table({}), pa.table({"prompt_token_ids": pa.array([], pa.list_(pa.int32()))})])
 def test_no_rows_are_an_empty_job(table: pa.Table) -> None:
     rows, errors = take(table)
-    assert (rows.num_rows, rows.num_outputs, rows.mapped, errors) == (0, 0, None, {})
+    assert (rows.num_rows, rows.num_outputs, errors) == (0, 0, {})
     rows.release_pages()
 
 
 def test_rows_that_all_have_errors_are_a_job_without_tokens() -> None:
     rows, errors = take(pa.table({"prompt_token_ids": [[], None]}))
-    assert (rows.num_rows, rows.num_outputs, rows.mapped) == (2, 0, None)
+    assert (rows.num_rows, rows.num_outputs) == (2, 0)
     assert codes(errors) == {0: "empty_prompt", 1: "bad_prompt"}
 
 
@@ -290,6 +287,6 @@ def test_progress_counts_rows_and_times_are_told(monkeypatch: pytest.MonkeyPatch
 def test_a_full_disk_is_a_user_error(monkeypatch: pytest.MonkeyPatch) -> None:
     if not os.path.exists("/dev/full"):
         pytest.skip("no device that is always full")
-    monkeypatch.setattr("batchkv.rows.TemporaryFile", lambda **where: open("/dev/full", "r+b", buffering=0))  # noqa: SIM115
+    monkeypatch.setattr("batchkv.mapped_array.TemporaryFile", lambda **where: open("/dev/full", "r+b", buffering=0))  # noqa: SIM115
     with pytest.raises(UserError, match="No space left on device: free some space"):
         take(pa.table({"prompt_token_ids": [[1]]}))
