@@ -288,7 +288,7 @@ class Engine:
             facts=self._facts,
             limits=self.limits(),
             tokenizer=self.tokenizer,
-            detokenize=self._detokenize,
+            detokenize=self.detokenize,
             metrics=metrics,
             on_event=watch.on_event,
         )
@@ -414,7 +414,7 @@ class Engine:
             getattr(self.tokenizer, "eos_token_id", None),
         )
 
-    def _detokenize(self, samples: list[npt.NDArray[np.int32]]) -> list[str] | list[None]:
+    def detokenize(self, samples: list[npt.NDArray[np.int32]]) -> list[str] | list[None]:
         """Texts without special tokens; null where there is no tokenizer."""
         if self.tokenizer is None:
             return [None] * len(samples)
