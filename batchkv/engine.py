@@ -57,7 +57,7 @@ from batchkv.progress import NOBODY, OnProgress, OnStep, Watch, no_progress, no_
 from batchkv.random_numbers import stream_keys
 from batchkv.records import Record, RecordsInMemory
 from batchkv.results import in_order, response_lines, result_blocks, result_schema
-from batchkv.rows import take_in
+from batchkv.rows import PromptLimits, take_in
 from batchkv.run_folder import RunFolder
 from batchkv.run_log import Snapshots
 from batchkv.sampler import SamplingBatch
@@ -124,6 +124,11 @@ class Engine:
     def layout(self) -> KVLayout:
         """What a token costs in KV."""
         return self._facts.layout
+
+    @property
+    def prompt_limits(self) -> PromptLimits:
+        """What prompts have to keep to."""
+        return self._facts.prompt_limits
 
     def plan(self, jobs: Jobs, sampling: SamplingParams | None = None, *, limit: int | None = None) -> JobPlan:
         """What `run` would do."""

@@ -13,8 +13,8 @@ from batchkv.io.prompts import Message
 from batchkv.rl.trajectory import Branch, Trajectory
 from batchkv.token_arena import TokenIds
 from batchkv.tokenization import continuation_ids
-from batchkv.turns import TurnTokenizer, end_token_of
 from batchkv.turns import Turn as NextTurn
+from batchkv.turns import TurnTokenizer, end_token_of
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -70,7 +70,12 @@ class Replies:
         self._turns = TurnTokenizer(tokenizer) if tokenizer is not None else None
 
     def behind(
-        self, number: int, ended: Sequence[Trajectory], lengths: Sequence[int], texts: Sequence[str | None], version: int
+        self,
+        number: int,
+        ended: Sequence[Trajectory],
+        lengths: Sequence[int],
+        texts: Sequence[str | None],
+        version: int,
     ) -> tuple[list[Branch], list[Trajectory]]:
         """The samples that go on, with the reply behind them, and those that are done.
 

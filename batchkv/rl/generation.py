@@ -147,7 +147,10 @@ class _Ended:
     def trajectories(self, weight_version: int) -> list[list[Trajectory]]:
         """All samples of each branch."""
         return [
-            [self._trajectory(branch, sample, self._output.get((number, sample)), weight_version) for sample in branch.samples]
+            [
+                self._trajectory(branch, sample, self._output.get((number, sample)), weight_version)
+                for sample in branch.samples
+            ]
             for number, branch in enumerate(self._branches)
         ]
 

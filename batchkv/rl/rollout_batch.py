@@ -56,6 +56,7 @@ class RolloutBatch:
     Attributes:
         table: the samples, with the columns of `SCHEMA`.
         pad_token_id: what padded token ids are filled up with. It may be an end token: masks never come from it.
+        temperature: what logits are divided by in `logprobs`.
         summary: what the rollout cost, with the names of a job's summary.
 
     Raises:
@@ -64,6 +65,7 @@ class RolloutBatch:
 
     table: pa.Table
     pad_token_id: int
+    temperature: float = 1.0
     summary: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:

@@ -20,7 +20,7 @@ from batchkv.rl.generation import Draw, grow
 from batchkv.rl.policy import left_as_it_was, unwrap
 from batchkv.rl.prompts import read_branches
 from batchkv.rl.rollout_batch import RolloutBatch
-from batchkv.rl.trajectory import Branch, Trajectory
+from batchkv.rl.trajectory import Branch, Trajectory, as_table
 from batchkv.sampling_params import SamplingParams
 
 
@@ -234,7 +234,30 @@ def roll_out(
             done += ended
     metrics.elapsed_s = perf_counter() - started
     done.sort(key=lambda one: (one.prompt_index, one.sample_index))
-    return to_batch(engine, done, draw, _summary(len(prompts), len(done), totals, metrics))
+    return RolloutBatch(
+        as_table(done, draw.params.seed),
+        _pad_token_id(engine),
+        draw.params.temperature,
+        _summary(len(prompts), len(done), totals, metrics),
+    )
+
+
+def _summary(num_prompts: int, num_samples: int, totals: PlanTotals, metrics: RunMetrics) -> dict[str, Any]:
+    """What it cost, named as in the summary of a job."""
+    return {
+        "prompts": num_prompts,
+        "samples": num_samples,
+        "waves": totals.waves,
+        "prompt_tokens": totals.prompt_tokens,
+        "cached_tokens": totals.prompt_tokens - metrics.prefill_tokens + metrics.recomputed_tokens,
+        **metrics.counts(),
+    }
+
+
+def _pad_token_id(engine: Engine) -> int:
+    """The tokenizer's, else the config's, else an end token, else 0: masks never come from it."""
+    found = (getattr(engine.tokenizer, "pad_token_id", None), getattr(engine.model.config, "pad_token_id", None))
+    return next((int(one) for one in (*found, *engine.end_token_ids) if isinstance(one, int) and one >= 0), 0)
 
 
 def _after_turn(

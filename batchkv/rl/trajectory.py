@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 import numpy.typing as npt
+import pyarrow as pa
 
 from batchkv.token_arena import TokenIds
 from batchkv.writer import Completion
@@ -121,3 +123,37 @@ class Branch:
         if not len(self.trunk):
             trunk = replace(trunk, num_cached_tokens=num_cached)
         return trunk.with_completion(completion, weight_version)
+
+
+def as_table(trajectories: Sequence[Trajectory], seed: int) -> pa.Table:
+    """Finished samples in the columns of a `RolloutBatch`, and in these: `row`, `token_versions` (list of int64, of
+    the weights for each token), `forked_from` and `forked_at`.
+    """
+
+    def numbers(name: str, dtype: pa.DataType) -> pa.Array:
+        return pa.array([getattr(one, name) for one in trajectories], dtype)
+
+    def lists(name: str, dtype: npt.DTypeLike) -> pa.Array:
+        rows = [getattr(one, name) for one in trajectories]
+        offsets = np.cumsum([0, *map(len, rows)], dtype=np.int32)
+        return pa.ListArray.from_arrays(offsets, np.concatenate([np.zeros(0, dtype), *rows], dtype=dtype))
+
+    reasons = [one.finish_reason for one in trajectories]
+    columns: dict[str, Any] = {
+        "prompt_index": numbers("prompt_index", pa.int32()),
+        "sample_index": numbers("sample_index", pa.int32()),
+        "prompt_token_ids": lists("prompt_token_ids", np.int32),
+        "token_ids": lists("token_ids", np.int32),
+        "logprobs": lists("logprobs", np.float32),
+        "finish_reason": pa.array(reasons, pa.string()),
+        "truncated": pa.array([reason == "length" for reason in reasons], pa.bool_()),
+        "env_mask": lists("env_mask", np.int8),
+        "seed": pa.array([seed % 2**64] * len(trajectories), pa.uint64()),
+        "weight_version": pa.array([int(one.weight_versions.max(initial=0)) for one in trajectories], pa.int64()),
+        "num_cached_tokens": numbers("num_cached_tokens", pa.int32()),
+        "row": numbers("row", pa.int64()),
+        "token_versions": lists("weight_versions", np.int64),
+        "forked_from": numbers("forked_from", pa.int32()),
+        "forked_at": numbers("forked_at", pa.int32()),
+    }
+    return pa.table(columns)
