@@ -24,11 +24,15 @@ _ACTIVATIONS: tuple[Callable[[torch.Tensor], torch.Tensor], ...] = (
 )
 
 
+_Signature = tuple[type[nn.Module], int, int, bool, torch.dtype]
+_found: dict[tuple[frozenset[_Signature], int], int | None] = {}  # by layers and number of threads
+
+
 @torch.inference_mode()
 def row_multiple(model: nn.Module) -> int | None:
     """A number any multiple of which, as rows of a step, gives each row the same bits; tried on the model's weights.
 
-    It holds for the number of threads that torch has now.
+    It holds for the number of threads that torch has now. Layers that are alike are tried once in a process.
 
     Returns:
         16 or 32; None if neither does, or if the model has products that are not those of linear layers over the rows
@@ -37,9 +41,16 @@ def row_multiple(model: nn.Module) -> int | None:
     if not _has_only_linears(model):
         return None
     linears = {_signature(m): m for m in model.modules() if isinstance(m, (nn.Linear, PackedLinear))}
-    widths = {linear.out_features for linear in linears.values()}
+    key = frozenset(linears), torch.get_num_threads()
+    if key not in _found:
+        _found[key] = _tried_multiple(list(linears.values()))
+    return _found[key]
+
+
+def _tried_multiple(linears: list[nn.Linear | PackedLinear]) -> int | None:
+    widths = {linear.out_features for linear in linears}
     for multiple in _MULTIPLES:
-        of_products = (_is_invariant(m, _rows_of(m, _MOST_PRODUCT_ROWS), multiple) for m in linears.values())
+        of_products = (_is_invariant(m, _rows_of(m, _MOST_PRODUCT_ROWS), multiple) for m in linears)
         if all(of_products) and all(_activations_are_invariant(width, multiple) for width in widths):
             return multiple
     return None
@@ -52,7 +63,7 @@ def _has_only_linears(model: nn.Module) -> bool:
     return not has_experts and all(isinstance(m, (nn.Linear, nn.Embedding)) for m in matrices)
 
 
-def _signature(linear: nn.Linear | PackedLinear) -> tuple[type[nn.Module], int, int, bool, torch.dtype]:
+def _signature(linear: nn.Linear | PackedLinear) -> _Signature:
     """Layers that are alike in these run the same code."""
     return type(linear), linear.in_features, linear.out_features, linear.bias is not None, _dtype(linear)
 

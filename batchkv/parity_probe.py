@@ -32,11 +32,14 @@ _LIMITS = Limits(kv_bytes=1 << 24, max_batch_rows=8, max_batch_tokens=9, page_si
 _NEW_TOKENS = 3
 _TOLERANCE = 1e-3  # of the logits' standard deviation; a wrong mask is off by more than 0.1 of it
 
+# What has passed: class, tiny config, whether packed. A trainer makes an engine of the same model for every rollout.
+_passed: set[tuple[type[PreTrainedModel] | None, str, bool]] = set()
+
 
 def check_parity(
     config: PretrainedConfig, model_class: type[PreTrainedModel] | None = None, *, packed: bool = False
 ) -> None:
-    """Compares our attention with the eager one on a tiny model of the class.
+    """Compares our attention with the eager one on a tiny model of the class, once in a process.
 
     Args:
         config: of the model that is to run.
@@ -46,7 +49,11 @@ def check_parity(
     Raises:
         UserError: they differ, so that results would be wrong; or the class cannot be tried.
     """
-    plain, model = (tiny_model(tiny_config(config), model_class=model_class) for _ in range(2))
+    tiny = tiny_config(config)
+    tried = (model_class, tiny.to_json_string(), packed)
+    if tried in _passed:
+        return
+    plain, model = (tiny_model(tiny, model_class=model_class) for _ in range(2))
     if packed:
         pack_linears(model)
     try:
@@ -61,6 +68,7 @@ def check_parity(
             f"model type {config.model_type!r} is not supported: on a tiny model of its class paged attention and the "
             f"model's own differ by {error:.2g} standard deviations of the logits"
         )
+    _passed.add(tried)
 
 
 def _largest_difference(model: PreTrainedModel, plain: PreTrainedModel) -> float:
