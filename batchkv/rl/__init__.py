@@ -1,0 +1,1 @@
+"""Rollouts for reinforcement learning, on the policy that is being trained."""

@@ -1,0 +1,194 @@
+"""`RolloutBatch`: the samples of a rollout as an Arrow table, and the ways out of it to trainers."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from batchkv.rl import exports
+from batchkv.rl.ragged import Ragged
+
+if TYPE_CHECKING:
+    import torch
+
+SCHEMA = pa.schema(
+    {
+        "prompt_index": pa.int32(),
+        "sample_index": pa.int32(),
+        "prompt_token_ids": pa.list_(pa.int32()),
+        "token_ids": pa.list_(pa.int32()),
+        "logprobs": pa.list_(pa.float32()),
+        "finish_reason": pa.string(),
+        "truncated": pa.bool_(),
+        "env_mask": pa.list_(pa.int8()),
+        "seed": pa.uint64(),
+        "weight_version": pa.int64(),
+        "num_cached_tokens": pa.int32(),
+    }
+)
+"""The columns of a batch. `seed` may be int64 as well; a table may have more columns."""
+
+FINISH_REASONS = ("stop", "length")
+
+
+@dataclass(frozen=True, slots=True)
+class RolloutBatch:
+    """One row for each sample.
+
+    | column | what |
+    |---|---|
+    | `prompt_index`, `sample_index` | which prompt of the call, which of its samples |
+    | `prompt_token_ids` | the prompt |
+    | `token_ids` | what came after it: tokens of the model, its end token included, and of an environment |
+    | `logprobs` | of `token_ids`, under softmax(logits / temperature); 0 for tokens of an environment |
+    | `finish_reason`, `truncated` | `stop` or `length`; whether the sample was cut off |
+    | `env_mask` | 1 for tokens of the model, 0 for those of an environment |
+    | `seed` | of the random numbers |
+    | `weight_version` | of the weights that made the tokens |
+    | `num_cached_tokens` | prompt tokens that were not computed for this sample |
+
+    Attributes:
+        table: the samples, with the columns of `SCHEMA`.
+        pad_token_id: what padded token ids are filled up with. It may be an end token: masks never come from it.
+        summary: what the rollout cost, with the names of a job's summary.
+
+    Raises:
+        ValueError: if a column is missing or of another type, or a row's lists do not fit together.
+    """
+
+    table: pa.Table
+    pad_token_id: int
+    summary: Mapping[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if self.pad_token_id < 0:
+            raise ValueError(f"pad_token_id {self.pad_token_id} must be at least 0")
+        _check_columns(self.table)
+        _check_lists(self.table, self.completions)
+        _check_values(self.completions, self.env_mask, self.logprobs)
+        reasons = pc.is_in(self.table["finish_reason"], pa.array(FINISH_REASONS)).to_numpy()
+        if not reasons.all():
+            row = int(np.argmin(reasons))
+            value = self.table["finish_reason"][row].as_py()
+            raise ValueError(f"row {row}: finish_reason {value!r} is not one of {', '.join(FINISH_REASONS)}")
+
+    def __len__(self) -> int:
+        return int(self.table.num_rows)
+
+    @property
+    def prompts(self) -> Ragged:
+        """Token ids of the prompts: int32."""
+        return Ragged.of(self.table["prompt_token_ids"])
+
+    @property
+    def completions(self) -> Ragged:
+        """Token ids after the prompts: int32."""
+        return Ragged.of(self.table["token_ids"])
+
+    @property
+    def logprobs(self) -> Ragged:
+        """Of the tokens of `completions`: float32."""
+        return Ragged.of(self.table["logprobs"])
+
+    @property
+    def env_mask(self) -> Ragged:
+        """1 for the tokens of `completions` that the model made: int8."""
+        return Ragged.of(self.table["env_mask"])
+
+    @property
+    def truncated(self) -> npt.NDArray[np.bool_]:
+        """Which samples were cut off: bool [rows]."""
+        return np.asarray(self.table["truncated"].to_numpy(), dtype=np.bool_)
+
+    def to_padded(self) -> dict[str, torch.Tensor]:
+        """Plain padded tensors: see `exports.to_padded`."""
+        return exports.to_padded(self)
+
+    def to_trl(self) -> dict[str, Any]:
+        """What a `rollout_func` of TRL returns: see `exports.to_trl`."""
+        return exports.to_trl(self)
+
+    def to_verl(
+        self, *, prompt_length: int | None = None, response_length: int | None = None
+    ) -> dict[str, torch.Tensor]:
+        """The tensors of verl's `DataProto`: see `exports.to_verl`."""
+        return exports.to_verl(self, prompt_length=prompt_length, response_length=response_length)
+
+    def to_openrlhf(self) -> list[dict[str, Any]]:
+        """What an agent executor of OpenRLHF returns, for each sample: see `exports.to_openrlhf`."""
+        return exports.to_openrlhf(self)
+
+    def to_openrlhf_experience(self) -> dict[str, torch.Tensor]:
+        """The tensors of OpenRLHF's `Experience`: see `exports.to_openrlhf_experience`."""
+        return exports.to_openrlhf_experience(self)
+
+    def to_nemo_rl(self) -> dict[str, torch.Tensor]:
+        """NeMo-RL's `GenerationOutputSpec`: see `exports.to_nemo_rl`."""
+        return exports.to_nemo_rl(self)
+
+    def to_slime(self) -> list[dict[str, Any]]:
+        """Fields of slime's `Sample`, for each sample: see `exports.to_slime`."""
+        return exports.to_slime(self)
+
+    def to_areal(self) -> list[dict[str, torch.Tensor]]:
+        """What a workflow of AReaL returns, for each sample: see `exports.to_areal`."""
+        return exports.to_areal(self)
+
+
+def _check_columns(table: pa.Table) -> None:
+    """Raises ValueError if a column of `SCHEMA` is missing, of another type, or has nulls."""
+    for name, wanted in zip(SCHEMA.names, SCHEMA.types, strict=True):
+        if name not in table.column_names:
+            raise ValueError(f"the table has no column {name!r}; it needs {', '.join(SCHEMA.names)}")
+        column = table[name]
+        if not (_same(column.type, wanted) or (name == "seed" and column.type == pa.int64())):
+            raise ValueError(f"column {name!r} is of type {column.type}, not {wanted}")
+        if column.null_count:
+            raise ValueError(f"row {_first_null(column)}: {name} is null")
+
+
+def _same(dtype: pa.DataType, wanted: pa.DataType) -> bool:
+    """Whether two types are the same, whatever the values of lists are called (Parquet calls them `element`)."""
+    if pa.types.is_list(wanted):
+        return bool(pa.types.is_list(dtype) and dtype.value_type == wanted.value_type)
+    return bool(dtype == wanted)
+
+
+def _check_lists(table: pa.Table, tokens: Ragged) -> None:
+    """Raises ValueError if lists have nulls or lengths that differ from those of `token_ids`."""
+    for name in ("prompt_token_ids", "token_ids", "logprobs", "env_mask"):
+        values = pc.list_flatten(table[name])
+        if values.null_count:
+            row = int(Ragged.of(table[name]).owners[_first_null(values)])
+            raise ValueError(f"row {row}: a value of {name} is null")
+    for name in ("logprobs", "env_mask"):
+        lengths = Ragged.of(table[name]).lengths
+        wrong = np.flatnonzero(lengths != tokens.lengths)
+        if wrong.size:
+            row = int(wrong[0])
+            raise ValueError(f"row {row}: {name} has {lengths[row]} values for {tokens.lengths[row]} token_ids")
+
+
+def _check_values(tokens: Ragged, env_mask: Ragged, logprobs: Ragged) -> None:
+    """Raises ValueError if a mask is not 0 or 1, a log-probability is not finite, or one is not of a model's token."""
+    from_model = env_mask.values == 1
+    wrong = [
+        (~from_model & (env_mask.values != 0), "env_mask", "must be 0 or 1", env_mask),
+        (~np.isfinite(logprobs.values), "logprobs", "must be finite", logprobs),
+        (~from_model & (logprobs.values != 0), "logprobs", "must be 0 for tokens of the environment", logprobs),
+        (tokens.values < 0, "token_ids", "must be at least 0", tokens),
+    ]
+    for where, name, rule, lists in wrong:
+        if where.any():
+            place = int(np.argmax(where))
+            raise ValueError(f"row {lists.owners[place]}: {name} {rule}, not {lists.values[place].item()!r}")
+
+
+def _first_null(column: pa.ChunkedArray) -> int:
+    return int(np.argmax(column.is_null().to_numpy()))
