@@ -223,6 +223,18 @@ def test_areal_has_versions_by_token(batch: RolloutBatch) -> None:
     assert_tensors(batch.to_areal()[1], wanted)
 
 
+def test_slime_and_areal_have_versions_of_partial_rollouts() -> None:
+    """The second sample was begun by one version, and went on under others; tokens of the environment have none."""
+    versions = pa.array([[7, 7], [3, 4, 9, 9, 5]], pa.list_(pa.int64()))
+    batch = RolloutBatch(table_of(SHORT, TURNS).append_column("token_versions", versions), PAD)
+    assert [row["weight_versions"] for row in batch.to_slime()] == [["7"], ["3", "4", "5"]]
+    assert [row["versions"].tolist() for row in batch.to_areal()] == [[[-1, -1, -1, 7, 7]], [[-1, 3, 4, -1, -1, 5]]]
+
+
+def test_slime_has_the_version_of_a_sample_without_tokens() -> None:
+    assert batch_of(SHORT | {"token_ids": [], "logprobs": []}).to_slime()[0]["weight_versions"] == ["7"]
+
+
 # --- any batch -------------------------------------------------------------------------------------------------
 
 
@@ -288,6 +300,27 @@ def test_missing_and_wrong_columns_are_named() -> None:
         RolloutBatch(wrong, PAD)
     with pytest.raises(ValueError, match="pad_token_id -1"):
         batch_of(SHORT, pad_token_id=-1)
+
+
+@pytest.mark.parametrize(
+    ("name", "column", "message"),
+    [
+        ("row", pa.array([1], pa.int32()), "column 'row' is of type int32, not int64"),
+        ("forked_at", pa.array([None], pa.int32()), "row 0: forked_at is null"),
+        ("token_versions", pa.array([[7]], pa.list_(pa.int64())), "row 0: token_versions has 1 values for 2 token_ids"),
+        ("token_versions", pa.array([[7, None]], pa.list_(pa.int64())), "row 0: a value of token_versions is null"),
+    ],
+)
+def test_optional_columns_are_checked(name: str, column: pa.Array, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        RolloutBatch(table_of(SHORT).append_column(name, column), PAD)
+
+
+@pytest.mark.parametrize("temperature", [0.0, -1.0, float("inf"), float("nan")])
+def test_logprobs_have_a_temperature(temperature: float) -> None:
+    assert RolloutBatch(table_of(SHORT), PAD).temperature == 1.0
+    with pytest.raises(ValueError, match=f"temperature {temperature} must be above 0"):
+        RolloutBatch(table_of(SHORT), PAD, temperature=temperature)
 
 
 def test_signed_seeds_and_more_columns() -> None:
