@@ -11,10 +11,24 @@ if TYPE_CHECKING:
     from batchkv.config import EngineConfig
     from batchkv.engine import Engine, plan
     from batchkv.job_plan import JobPlan
+    from batchkv.rl.rollout_batch import RolloutBatch
+    from batchkv.rl.session import Session, rollout
+    from batchkv.rl.trl import trl_rollout_func
     from batchkv.sampling_params import SamplingParams
 
 __version__ = "0.1.0"
-__all__ = ["Engine", "EngineConfig", "JobPlan", "SamplingParams", "UserError", "plan"]
+__all__ = [
+    "Engine",
+    "EngineConfig",
+    "JobPlan",
+    "RolloutBatch",
+    "SamplingParams",
+    "Session",
+    "UserError",
+    "plan",
+    "rollout",
+    "trl_rollout_func",
+]
 
 # Imported when first used: torch and transformers take seconds, and a process that renders templates needs not
 # even numpy.
@@ -22,8 +36,12 @@ _LAZY = {
     "Engine": "batchkv.engine",
     "EngineConfig": "batchkv.config",
     "JobPlan": "batchkv.job_plan",
+    "RolloutBatch": "batchkv.rl.rollout_batch",
     "SamplingParams": "batchkv.sampling_params",
+    "Session": "batchkv.rl.session",
     "plan": "batchkv.engine",
+    "rollout": "batchkv.rl.session",
+    "trl_rollout_func": "batchkv.rl.trl",
 }
 
 

@@ -57,7 +57,7 @@ from batchkv.progress import NOBODY, OnProgress, OnStep, Watch, no_progress, no_
 from batchkv.random_numbers import stream_keys
 from batchkv.records import Record, RecordsInMemory
 from batchkv.results import in_order, response_lines, result_blocks, result_schema
-from batchkv.rows import take_in
+from batchkv.rows import PromptLimits, take_in
 from batchkv.run_folder import RunFolder
 from batchkv.run_log import Snapshots
 from batchkv.sampler import SamplingBatch
@@ -124,6 +124,11 @@ class Engine:
     def layout(self) -> KVLayout:
         """What a token costs in KV."""
         return self._facts.layout
+
+    @property
+    def prompt_limits(self) -> PromptLimits:
+        """What prompts have to keep to."""
+        return self._facts.prompt_limits
 
     def plan(self, jobs: Jobs, sampling: SamplingParams | None = None, *, limit: int | None = None) -> JobPlan:
         """What `run` would do."""
@@ -288,7 +293,7 @@ class Engine:
             facts=self._facts,
             limits=self.limits(),
             tokenizer=self.tokenizer,
-            detokenize=self._detokenize,
+            detokenize=self.detokenize,
             metrics=metrics,
             on_event=watch.on_event,
         )
@@ -414,7 +419,7 @@ class Engine:
             getattr(self.tokenizer, "eos_token_id", None),
         )
 
-    def _detokenize(self, samples: list[npt.NDArray[np.int32]]) -> list[str] | list[None]:
+    def detokenize(self, samples: list[npt.NDArray[np.int32]]) -> list[str] | list[None]:
         """Texts without special tokens; null where there is no tokenizer."""
         if self.tokenizer is None:
             return [None] * len(samples)

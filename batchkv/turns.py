@@ -158,7 +158,7 @@ class _Cache(Generic[_Key, _Value]):
         missing = [key for key in wanted if key not in found]
         if missing:
             found |= zip(missing, self._compute(missing), strict=True)
-        self._kept |= {key: value for key, value in found.items() if _length(key) <= _MAX_CACHED_CHARACTERS}
+        self._kept |= {key: found[key] for key in wanted if _length(key) <= _MAX_CACHED_CHARACTERS}
         for key in list(islice(self._kept, max(0, len(self._kept) - self._max_size))):
             del self._kept[key]
         return found

@@ -70,8 +70,8 @@ class RolloutBatch:
     Attributes:
         table: the samples, with the columns of `SCHEMA`.
         pad_token_id: what padded token ids are filled up with. It may be an end token: masks never come from it.
-        summary: what the rollout cost, with the names of a job's summary.
         temperature: what logits were divided by before `logprobs` were taken; 1 where samples are greedy.
+        summary: what the rollout cost, with the names of a job's summary.
 
     Raises:
         ValueError: if a column is missing or of another type, a row's lists do not fit together, or the temperature
@@ -80,8 +80,8 @@ class RolloutBatch:
 
     table: pa.Table
     pad_token_id: int
-    summary: Mapping[str, Any] = field(default_factory=dict)
     temperature: float = 1.0
+    summary: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         if self.pad_token_id < 0:

@@ -15,6 +15,7 @@ import pytest
 
 from batchkv.cli.main import main
 from batchkv.engine import Engine
+from batchkv.progress import Watch
 from batchkv.run_folder import open_run_folder
 from batchkv.sampling_params import SamplingParams
 from batchkv.writer import summary_of
@@ -315,7 +316,7 @@ def test_resumed_in_the_middle_of_a_conversation(tmp_path: Path, family: str, sh
     whole = engine.run(jobs, sampling)
     for samples in (4, 8, 11):
         with pytest.raises(Stopped), open_run_folder(out, overwrite=False) as folder:
-            engine.run_into(folder, jobs, sampling, on_start=stopping_after(samples))
+            engine.run_into(folder, jobs, sampling, watch=Watch(on_start=stopping_after(samples)))
         with open_run_folder(out, overwrite=False) as folder:
             summary = engine.run_into(folder, jobs, sampling)
         assert summary["resumed_samples"] >= samples

@@ -98,5 +98,5 @@ def test_a_sequence_that_was_set_aside_goes_on_where_it_was(overlap: bool) -> No
     expected = {key: sample[0] for key, sample in samples(run(table, sampling)).items()}
     kv_memory = 240 * Engine(FAMILIES["llama"]()).layout.bytes_per_token
     results = run(table, sampling, overlap=overlap, kv_memory=kv_memory, page_size=4)
-    assert summary_of(results)["preempted_sequences"] > 0
+    assert summary_of(results.schema)["preempted_sequences"] > 0
     assert {key: sample[0] for key, sample in samples(results).items()} == expected

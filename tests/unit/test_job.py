@@ -416,29 +416,6 @@ class TestColumns:
         assert carried.select(["zeta", "alpha"]) == table.select(["zeta", "alpha"])
         assert carried.schema.field("empty").type == pa.null()
 
-    @pytest.mark.parametrize(
-        ("name", "value"),
-        [
-            ("parent", "a"),
-            ("parent_sample", 0),
-            ("depends_on", ["a"]),
-        ],
-    )
-    @pytest.mark.parametrize("as_lines", [True, False])
-    def test_columns_not_executed_yet_are_errors_where_set_and_carried(
-        self, tmp_path: Path, name: str, value: object, as_lines: bool
-    ) -> None:
-        rows = [{"prompt": "a", name: value}, {"prompt": "b", name: None}]
-        job = job_of_lines(tmp_path, *rows) if as_lines else read_job(pa.Table.from_pylist(rows), DEFAULTS)
-        assert codes(job) == {0: "unsupported"}
-        assert f"column {name} is set" in job.errors[0].message
-        assert job.carried.to_pydict() == {name: [value, None]}
-
-    def test_columns_not_executed_yet_may_mix_types_in_json_lines(self, tmp_path: Path) -> None:
-        job = job_of_lines(tmp_path, {"prompt": "a", "tenant": 5}, {"prompt": "b", "tenant": "x"}, {"prompt": "c"})
-        assert job.carried.to_pydict() == {"tenant": ["5", "x", None]}
-        assert codes(job) == {0: "unsupported", 1: "unsupported"}
-
     @pytest.mark.parametrize("name", sorted(set(RESULT_COLUMNS) - JOB_COLUMNS))
     def test_a_column_that_the_result_has_itself_is_unusable(self, name: str) -> None:
         with pytest.raises(UserError, match=f"named {name}: rename"):

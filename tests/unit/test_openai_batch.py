@@ -25,9 +25,11 @@ from batchkv.io.parameters import read_parameters
 from batchkv.io.prompts import read_prompts
 from batchkv.io.read import JobTable
 from batchkv.io.token_texts import TokenTexts
-from batchkv.job import Job
+from batchkv.records import Record, as_batch
+from batchkv.results import in_order
 from batchkv.sampling_params import SamplingParams
-from batchkv.writer import Completion, result_table
+from batchkv.stopping import cut
+from batchkv.writer import Completion
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 HELLO = [{"role": "user", "content": "Hello"}]
@@ -109,21 +111,36 @@ def answers(
 ) -> list[dict[str, Any]]:
     """The response lines to what an engine that says `sample` of each slot would give."""
     table = requests.rows
-    prompts, prompt_errors = read_prompts(table.columns, table.num_rows)
+    _, prompt_errors = read_prompts(table.columns, table.num_rows)
     params, param_errors = read_parameters(table.columns, SamplingParams(), table.num_rows)
     assert prompt_errors.keys() | param_errors.keys() <= table.errors.keys(), "a good line has good rows"
     params.index[list(table.errors)] = 0
-    ids = pa.array(to_cells(table.columns["id"]), pa.string())
-    job = Job(ids, prompts, params, table.errors, pa.table({}))
-    counts = params.column(lambda one: one.n, np.int64)
-    bad = [*table.errors, *(errors or {})]
-    counts[bad] = 1
-    slots = int(counts.sum())
-    cached = np.full(slots, 10)  # all but the first samples find the prompt computed
-    cached[np.cumsum(counts) - counts] = first_cached
-    results = result_table(
-        job, errors or {}, {s: sample(s) for s in range(slots)}, np.full(table.num_rows, 10), cached, detokenize
-    )
+    errors = {**table.errors, **(errors or {})}
+    records: list[Record] = []
+    slots = iter(range(1 << 30))
+    for row in range(table.num_rows):
+        if row in errors:
+            records.append(Record.of_error(row, errors[row]))
+            next(slots)
+            continue
+        for index in range(params[row].n):
+            completion = sample(next(slots))
+            [text] = detokenize([completion.token_ids])
+            records.append(
+                Record(
+                    row,
+                    index,
+                    completion.finish_reason,
+                    text if completion.stop_string is None else cut(text, params[row].stop),
+                    completion.token_ids,
+                    completion.logprobs if params[row].logprobs else None,
+                    num_prompt_tokens=10,
+                    num_cached_tokens=10 if index else first_cached,  # the first sample has the prompt computed
+                    num_generated_tokens=len(completion.token_ids),
+                )
+            )
+    [results] = in_order([as_batch(records)], table.num_rows, None)
+    results = results.rename_columns(["sample_index" if name == "sample" else name for name in results.column_names])
     written = list(response_lines(requests, results, created=7, run_id="run", tokenizer=tokenizer))
     assert all(len(one.splitlines()) == 1 for one in written)
     return [json.loads(one) for one in written]

@@ -1,0 +1,113 @@
+"""A policy in training, as a model that can be run in place: what wraps it, and leaving it as it was."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+from batchkv.errors import UserError
+
+_WRAPPERS = ("module", "_orig_mod", "pretrained_model")  # of DataParallel and DDP, torch.compile, TRL's value heads
+
+
+def unwrap(policy: nn.Module) -> PreTrainedModel:
+    """The transformers model inside a policy: of DataParallel, DistributedDataParallel, `torch.compile` and PEFT.
+
+    Nothing is copied. The layers of LoRA and its like lie in the model and stay there, merged or not. What
+    `torch.compile` made is left aside: steps have ever new sizes.
+
+    Raises:
+        UserError: there is none inside, or its weights are not here: sharded, or on no device.
+    """
+    model: object = policy
+    while not isinstance(model, PreTrainedModel):
+        _check_not_fsdp(model)
+        model = _inside(model)
+    _check_parameters(model)
+    return model
+
+
+def _inside(model: object) -> object:
+    if is_peft(model):
+        config = model.active_peft_config  # type: ignore[attr-defined]
+        if config.is_prompt_learning:
+            raise UserError(
+                f"the policy has a PEFT adapter of kind {config.peft_type.value}, which puts virtual tokens before "
+                "prompts: only adapters inside layers, such as LoRA, can be run in place"
+            )
+        return model.get_base_model()  # type: ignore[attr-defined]
+    for name in _WRAPPERS:
+        inner = getattr(model, name, None)
+        if isinstance(inner, nn.Module):
+            return inner
+    kind = f"{type(model).__module__}.{type(model).__qualname__}"
+    raise UserError(f"the policy is a {kind}, must be a transformers model or a wrapper of one: unwrap it")
+
+
+def is_peft(model: object) -> bool:
+    """Whether PEFT wraps a model. Where it was never imported, it does not."""
+    peft = sys.modules.get("peft")
+    return peft is not None and isinstance(model, peft.PeftModel)
+
+
+def _check_not_fsdp(model: object) -> None:
+    if type(model).__name__ == "FullyShardedDataParallel":
+        raise UserError(
+            "the policy's parameters are sharded (FSDP): run the rollout inside "
+            "FullyShardedDataParallel.summon_full_params(policy), with policy.module, or on a gathered copy"
+        )
+
+
+def _check_parameters(model: PreTrainedModel) -> None:
+    """Raises UserError if the weights are somewhere else."""
+    for name, parameter in model.named_parameters():
+        if hasattr(parameter, "ds_id") and parameter.numel() == 0:
+            raise UserError(
+                f"the policy's parameter {name} is sharded (DeepSpeed ZeRO-3): run the rollout inside "
+                "deepspeed.zero.GatheredParameters(policy.parameters()), or on a gathered copy"
+            )
+        if hasattr(parameter, "full_tensor"):  # a DTensor
+            raise UserError(
+                f"the policy's parameter {name} is sharded (FSDP2): call policy.unshard() before the rollout and "
+                "policy.reshard() after it, or run it on a gathered copy"
+            )
+        if parameter.device.type == "meta":
+            raise UserError(f"the policy's parameter {name} is on the meta device: load the weights first")
+
+
+@contextmanager
+def left_as_it_was(model: PreTrainedModel) -> Iterator[None]:
+    """Afterwards, also after an exception, a model is what it was but for what the engine itself restores (training
+    mode and attention): layers that `module.compile()` had compiled in place are so again, and no buffer that was made
+    meanwhile would keep it from being trained.
+    """
+    compiled = [(module, module._compiled_call_impl) for module in model.modules() if _is_compiled(module)]
+    for module, _ in compiled:
+        module._compiled_call_impl = None
+    try:
+        yield
+    finally:
+        for module, implementation in compiled:
+            module._compiled_call_impl = implementation
+        _make_trainable(model)
+
+
+def _is_compiled(module: nn.Module) -> bool:
+    return getattr(module, "_compiled_call_impl", None) is not None
+
+
+def _make_trainable(model: nn.Module) -> None:
+    """Some rotary embeddings compute their frequencies anew for longer texts; tensors made in inference mode cannot
+    take part in a backward pass.
+    """
+    for module in model.modules():
+        buffers: dict[str, Any] = module._buffers
+        for name, buffer in buffers.items():
+            if isinstance(buffer, torch.Tensor) and buffer.is_inference():
+                buffers[name] = buffer.clone()

@@ -1,0 +1,278 @@
+"""A policy between the updates of its weights: rollouts of it, and KV that stays from one to the next."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from time import perf_counter
+from types import TracebackType
+from typing import Any
+
+from torch import nn
+
+from batchkv.conversation_kv import ConversationKV
+from batchkv.engine import Engine
+from batchkv.errors import UserError
+from batchkv.fingerprint import model_fingerprint
+from batchkv.job_plan import PlanTotals
+from batchkv.metrics import RunMetrics
+from batchkv.rl.environment import Environment, Replies
+from batchkv.rl.generation import Draw, grow
+from batchkv.rl.policy import left_as_it_was, unwrap
+from batchkv.rl.prompts import read_branches
+from batchkv.rl.rollout_batch import RolloutBatch
+from batchkv.rl.trajectory import Branch, Trajectory, as_table
+from batchkv.sampling_params import SamplingParams
+
+
+class Session:
+    """Rollouts of one policy. A context manager.
+
+    KV of prompts stays in the cache from one call to the next, where it has room. It is that of the weights as they
+    are: call `refresh` after every update of them. A forgotten one is found by a fingerprint of the weights, which is
+    computed at every call and takes about as long as reading them once.
+
+    Args:
+        policy: a live module, possibly wrapped (`batchkv.rl.policy.unwrap`), used in place; or an engine.
+        tokenizer: of the policy; not needed where prompts are token ids.
+        weight_version: of the weights as they are.
+        config: fields of `EngineConfig`.
+
+    Raises:
+        UserError: the policy cannot be run in place.
+    """
+
+    def __init__(
+        self, policy: nn.Module | Engine, tokenizer: Any = None, *, weight_version: int = 0, **config: Any
+    ) -> None:
+        if isinstance(policy, Engine) and (config or tokenizer is not None):
+            raise UserError("the policy is an engine, which has its tokenizer and config: leave them out")
+        self.engine = policy if isinstance(policy, Engine) else _engine_of(policy, tokenizer, config)
+        self.weight_version = weight_version
+        self._kv: ConversationKV | None = None
+        self._fingerprint: str | None = None
+
+    def __enter__(self) -> Session:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Lets go of all KV."""
+        if self._kv is not None:
+            self._kv.release()
+            self._kv = None
+
+    def refresh(self) -> None:
+        """The weights have been updated: KV of the old ones is dropped."""
+        self.close()
+        self._fingerprint = None
+        self.weight_version += 1
+
+    def rollout(
+        self,
+        prompts: Sequence[Any],
+        n: int = 16,
+        *,
+        max_tokens: int = 256,
+        temperature: float = 1.0,
+        top_p: float = 1.0,
+        top_k: int = 0,
+        min_p: float = 0.0,
+        stop_token_ids: Sequence[int] | None = None,
+        seed: int = 0,
+        step: int = 0,
+        rows: Sequence[int] | None = None,
+        environment: Environment | None = None,
+        max_turns: int = 16,
+    ) -> RolloutBatch:
+        """Samples of every prompt; arguments and errors as of `batchkv.rollout`.
+
+        Raises:
+            UserError: as there; or the weights have changed since the KV was computed.
+        """
+        self._check_weights()
+        self._kv = self._kv or new_kv(self.engine)
+        params = _params(n, max_tokens, temperature, top_p, top_k, min_p, stop_token_ids, seed)
+        draw = Draw(params, step, self.weight_version, may_go_on=environment is not None)
+        try:
+            return roll_out(self.engine, prompts, draw, rows, self._kv, environment, max_turns)
+        except BaseException:
+            self.close()  # what is in the cache is not known
+            raise
+
+    def _check_weights(self) -> None:
+        found = model_fingerprint(self.engine.model)
+        if self._fingerprint not in (None, found):
+            raise UserError(
+                f"the policy's weights have changed since version {self.weight_version}, and KV of the old ones is "
+                "kept: call session.refresh() after every update"
+            )
+        self._fingerprint = found
+
+
+def rollout(
+    policy: nn.Module | Engine,
+    prompts: Sequence[Any],
+    n: int = 16,
+    *,
+    tokenizer: Any = None,
+    max_tokens: int = 256,
+    temperature: float = 1.0,
+    top_p: float = 1.0,
+    top_k: int = 0,
+    min_p: float = 0.0,
+    stop_token_ids: Sequence[int] | None = None,
+    seed: int = 0,
+    step: int = 0,
+    rows: Sequence[int] | None = None,
+    environment: Environment | None = None,
+    max_turns: int = 16,
+    **config: Any,
+) -> RolloutBatch:
+    """Samples of every prompt, by a policy that may be in training. It is used in place and left as it was.
+
+    Every prompt is computed once for all its samples, and so is what prompts begin with in common. No KV outlives the
+    call (`Session` keeps it).
+
+    Args:
+        policy: a live module, possibly wrapped (DDP, `torch.compile`, PEFT); or an engine.
+        prompts: each a text, a list of messages, token ids, or a branch of an earlier batch (`RolloutBatch.fork`,
+            `RolloutBatch.unfinished`), which has its own number of samples.
+        n: samples of each prompt.
+        tokenizer: of the policy; not needed where prompts are token ids.
+        max_tokens: most tokens that are generated in a turn.
+        temperature, top_p, top_k, min_p: as in jobs; at temperature 0 all samples are the same.
+        stop_token_ids: tokens that end a turn, besides the policy's end tokens.
+        seed, step, rows: random numbers are a function of (seed, step, row, sample, position). `rows` are the prompts'
+            global numbers, by default their places: give them where prompts are shuffled, or split among workers.
+            `step` is that of the training, and the weight version in the batch.
+        environment: called for every turn that ended with an end or stop token; what it returns follows the turn, and
+            the model goes on: a text or token ids, as they are, or messages, by the chat template. None: the sample is
+            done.
+        max_turns: most turns of the model in a sample.
+        config: fields of `EngineConfig`.
+
+    Returns:
+        The samples, in the order of the prompts.
+
+    Raises:
+        UserError: the policy cannot be run in place, or a prompt not at all.
+        ValueError: a parameter is out of range.
+    """
+    params = _params(n, max_tokens, temperature, top_p, top_k, min_p, stop_token_ids, seed)
+    draw = Draw(params, step, weight_version=step, may_go_on=environment is not None)
+    with Session(policy, tokenizer, **config) as session:
+        kv = new_kv(session.engine) if environment is not None else None
+        try:
+            return roll_out(session.engine, prompts, draw, rows, kv, environment, max_turns)
+        finally:
+            if kv is not None:
+                kv.release()
+
+
+def _params(
+    n: int,
+    max_tokens: int,
+    temperature: float,
+    top_p: float,
+    top_k: int,
+    min_p: float,
+    stop_token_ids: Sequence[int] | None,
+    seed: int,
+) -> SamplingParams:
+    return SamplingParams(
+        n=n,
+        max_tokens=max_tokens,
+        temperature=temperature,
+        top_p=top_p,
+        top_k=top_k,
+        min_p=min_p,
+        stop_token_ids=tuple(stop_token_ids or ()),
+        seed=seed,
+    )
+
+
+def _engine_of(policy: nn.Module, tokenizer: Any, config: dict[str, Any]) -> Engine:
+    return Engine(unwrap(policy), tokenizer, **config)
+
+
+def new_kv(engine: Engine) -> ConversationKV:
+    """A pool of all of the budget."""
+    return ConversationKV(engine.layout, engine.limits(), engine.new_runner)
+
+
+def roll_out(
+    engine: Engine,
+    prompts: Sequence[Any],
+    draw: Draw,
+    rows: Sequence[int] | None,
+    kv: ConversationKV | None,
+    environment: Environment | None,
+    max_turns: int,
+) -> RolloutBatch:
+    """Turn by turn, until all samples are done."""
+    metrics, totals, started = RunMetrics(), PlanTotals(), perf_counter()
+    with left_as_it_was(engine.model):
+        with metrics.timed("tokenize"):
+            limits = engine.prompt_limits
+            branches = read_branches(prompts, draw.params.n, rows, engine.tokenizer, limits)
+        replies = (
+            Replies(environment, engine.tokenizer, engine.end_token_ids, limits.context_length)
+            if environment is not None
+            else None
+        )
+        done: list[Trajectory] = []
+        for turn in range(max_turns):
+            if not branches:
+                break
+            grown, plan = grow(engine, branches, draw, metrics, kv)
+            totals = totals.plus(plan)
+            branches, ended = _after_turn(engine, branches, grown, replies, turn, max_turns, draw.weight_version)
+            done += ended
+    metrics.elapsed_s = perf_counter() - started
+    done.sort(key=lambda one: (one.prompt_index, one.sample_index))
+    return RolloutBatch(
+        as_table(done, draw.params.seed),
+        _pad_token_id(engine),
+        draw.params.temperature or 1.0,  # of greedy samples
+        _summary(len(prompts), len(done), totals, metrics),
+    )
+
+
+def _summary(num_prompts: int, num_samples: int, totals: PlanTotals, metrics: RunMetrics) -> dict[str, Any]:
+    """What it cost, named as in the summary of a job."""
+    return {
+        "prompts": num_prompts,
+        "samples": num_samples,
+        "waves": totals.waves,
+        "prompt_tokens": totals.prompt_tokens,
+        "cached_tokens": totals.prompt_tokens - metrics.prefill_tokens + metrics.recomputed_tokens,
+        **metrics.counts(),
+    }
+
+
+def _pad_token_id(engine: Engine) -> int:
+    """The tokenizer's, else the config's, else an end token, else 0: masks never come from it."""
+    found = (getattr(engine.tokenizer, "pad_token_id", None), getattr(engine.model.config, "pad_token_id", None))
+    return next((int(one) for one in (*found, *engine.end_token_ids) if isinstance(one, int) and one >= 0), 0)
+
+
+def _after_turn(
+    engine: Engine,
+    branches: Sequence[Branch],
+    grown: Sequence[Sequence[Trajectory]],
+    replies: Replies | None,
+    turn: int,
+    max_turns: int,
+    version: int,
+) -> tuple[list[Branch], list[Trajectory]]:
+    """The samples that go on, and those that are done."""
+    ended = [sample for samples in grown for sample in samples]
+    if replies is None or turn + 1 == max_turns:
+        return [], ended
+    lengths = [len(one) - len(b.trunk) for b, samples in zip(branches, grown, strict=True) for one in samples]
+    texts = engine.detokenize([one.token_ids[len(one) - n :] for one, n in zip(ended, lengths, strict=True)])
+    return replies.behind(turn, ended, lengths, texts, version)

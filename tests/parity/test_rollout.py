@@ -1,0 +1,303 @@
+"""Rollouts: the same samples in any company, prompts computed once, and the policy left as it was."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+import batchkv
+from batchkv.errors import UserError
+from batchkv.rl.rollout_batch import RolloutBatch
+from batchkv.rl.session import Session, rollout
+from tests.tiny_models import FAMILIES, VOCAB_SIZE, tiny_tokenizer
+
+SMALL: dict[str, Any] = {"max_tokens": 12, "seed": 3}
+Samples = dict[tuple[int, int], tuple[list[int], list[float]]]
+
+
+def prompts(count: int = 5, length: int = 30) -> list[list[int]]:
+    """The first half of each is the same."""
+    rng = np.random.default_rng(1)
+    tokens = rng.integers(6, VOCAB_SIZE, (count, length))
+    tokens[:, : length // 2] = tokens[0, : length // 2]
+    return [row.tolist() for row in tokens]
+
+
+def samples(batch: RolloutBatch) -> Samples:
+    """Token ids and log-probabilities by global row and sample."""
+    columns = (batch.table[name].to_pylist() for name in ("row", "sample_index", "token_ids", "logprobs"))
+    return {(row, sample): (ids, logprobs) for row, sample, ids, logprobs in zip(*columns, strict=True)}
+
+
+def assert_same(found: Samples, expected: Samples) -> None:
+    assert found.keys() == expected.keys()
+    for place, (ids, logprobs) in expected.items():
+        assert found[place][0] == ids, place
+        np.testing.assert_allclose(found[place][1], logprobs, atol=1e-5)
+
+
+@torch.no_grad()
+def own_logprobs(model: nn.Module, prompt: list[int], ids: list[int], temperature: float) -> np.ndarray[Any, Any]:
+    """Of the tokens behind a prompt, by the model's own forward, one row at a time."""
+    logits = model(torch.tensor([[*prompt, *ids]])).logits[0, len(prompt) - 1 : -1].float() / temperature
+    found: np.ndarray[Any, Any] = logits.log_softmax(-1).gather(1, torch.tensor(ids)[:, None])[:, 0].numpy()
+    return found
+
+
+def assert_own_logprobs(model: PreTrainedModel, batch: RolloutBatch) -> None:
+    """Where the tokens are the model's; elsewhere they are 0."""
+    names = ("prompt_token_ids", "token_ids", "logprobs", "env_mask")
+    for prompt, ids, logprobs, mask in zip(*(batch.table[name].to_pylist() for name in names), strict=True):
+        expected = own_logprobs(model, prompt, ids, batch.temperature) * np.array(mask)
+        np.testing.assert_allclose(logprobs, expected, atol=1e-4)
+
+
+@pytest.fixture(scope="module")
+def policy() -> PreTrainedModel:
+    return FAMILIES["llama"]()
+
+
+class TestSamples:
+    @pytest.mark.parametrize("family", ["llama", "gemma2", "qwen3_moe"])
+    def test_logprobs_are_those_of_the_policy_itself(self, family: str) -> None:
+        model = FAMILIES[family]()
+        batch = rollout(model, prompts(3), n=4, temperature=0.7, **SMALL)
+        assert_own_logprobs(model, batch)
+
+    def test_filters_do_not_change_logprobs(self, policy: PreTrainedModel) -> None:
+        batch = rollout(policy, prompts(3), n=4, temperature=1.3, top_k=20, top_p=0.9, min_p=0.01, **SMALL)
+        assert_own_logprobs(policy, batch)
+
+    def test_each_prompt_is_computed_once_for_all_samples_that_are_all_different(self, policy: PreTrainedModel) -> None:
+        batch = rollout(policy, prompts(4), n=16, **SMALL)
+        assert batch.summary["prefill_tokens"] == 15 + 4 * 15
+        for prompt in range(4):
+            assert len({tuple(samples(batch)[prompt, sample][0]) for sample in range(16)}) == 16
+
+    @pytest.mark.parametrize("family", ["llama", "gemma2"])
+    def test_the_same_samples_at_any_batch_size_order_and_budget(self, family: str) -> None:
+        model = FAMILIES[family]()
+        asked = prompts(5)
+        expected = samples(rollout(model, asked, n=6, **SMALL))
+        order = [3, 0, 4, 2, 1]
+        shuffled = rollout(model, [asked[i] for i in order], n=6, rows=order, **SMALL)
+        assert_same(samples(shuffled), expected)
+        assert_same(samples(rollout(model, asked, n=6, max_batch_rows=3, **SMALL)), expected)
+        assert_same(samples(rollout(model, asked, n=6, max_batch_tokens=16, **SMALL)), expected)
+        tokens = shuffled.summary["peak_kv_tokens"] // 3
+        layout = batchkv.Engine(model).layout
+        little = rollout(model, asked, n=6, kv_memory=tokens * layout.bytes_per_token, page_size=4, **SMALL)
+        assert little.summary["peak_kv_tokens"] < shuffled.summary["peak_kv_tokens"]
+        assert_same(samples(little), expected)
+        assert_same(samples(rollout(model, asked, n=6, prefix_sharing=False, **SMALL)), expected)
+
+    def test_other_steps_seeds_rows_and_samples_have_other_random_numbers(self, policy: PreTrainedModel) -> None:
+        asked = [prompts(1)[0]] * 2
+        found = [
+            ids
+            for options in ({"seed": 0}, {"seed": 1}, {"seed": 0, "step": 1})
+            for ids, _ in samples(rollout(policy, asked, n=3, max_tokens=12, **options)).values()
+        ]
+        assert len({tuple(ids) for ids in found}) == 18
+
+    def test_part_of_the_rows_has_the_samples_that_it_has_among_all(self, policy: PreTrainedModel) -> None:
+        """As where prompts are split among workers."""
+        asked = prompts(4)
+        whole = samples(rollout(policy, asked, n=2, **SMALL))
+        part = samples(rollout(policy, asked[2:], n=2, rows=[2, 3], **SMALL))
+        assert_same(part, {place: sample for place, sample in whole.items() if place[0] >= 2})
+
+    def test_end_tokens_are_kept_and_truncation_is_told(self, policy: PreTrainedModel) -> None:
+        batch = rollout(policy, prompts(3), n=8, stop_token_ids=list(range(6, 14)), **SMALL)
+        for ids, reason, truncated in zip(
+            *(batch.table[name].to_pylist() for name in ("token_ids", "finish_reason", "truncated")), strict=True
+        ):
+            assert reason == ("stop" if 6 <= ids[-1] < 14 else "length")
+            assert truncated == (reason == "length")
+            assert ids
+        assert set(batch.table["finish_reason"].to_pylist()) == {"stop", "length"}
+
+
+class TestPrompts:
+    def test_texts_messages_and_token_ids_are_read_as_in_jobs(self, policy: PreTrainedModel) -> None:
+        tokenizer: Any = tiny_tokenizer()
+        message = [{"role": "user", "content": "the thing"}]
+        text, chat, ids = "the thing and you", tokenizer.apply_chat_template(message, tokenize=False), [7, 8, 9]
+        batch = rollout(policy, [text, message, ids, torch.tensor(ids)], n=2, tokenizer=tokenizer, **SMALL)
+        found = batch.table["prompt_token_ids"].to_pylist()[::2]
+        assert found[0] == tokenizer(text)["input_ids"]
+        assert tokenizer.decode(found[1]).startswith(chat)
+        assert found[2] == found[3] == ids
+
+    @pytest.mark.parametrize(
+        ("asked", "says"),
+        [
+            ("a text", "prompts is one text"),
+            ([[1, 2], []], "prompt 1: "),
+            ([[1], [1, 500]], "prompt 1: .*500"),
+            (["text"], "prompt 0: .*tokenizer"),
+            ([[1] * 600], "prompt 0: .*512"),
+        ],
+    )
+    def test_what_cannot_be_a_prompt_is_named(self, policy: PreTrainedModel, asked: Any, says: str) -> None:
+        with pytest.raises(UserError, match=says):
+            rollout(policy, asked, n=1, **SMALL)
+
+    def test_no_prompts_are_an_empty_batch(self, policy: PreTrainedModel) -> None:
+        assert len(rollout(policy, [], n=4, **SMALL)) == 0
+
+    @pytest.mark.parametrize(("name", "value"), [("n", 0), ("temperature", -1.0), ("top_p", 0.0), ("max_tokens", 0)])
+    def test_parameters_out_of_range_are_refused(self, policy: PreTrainedModel, name: str, value: Any) -> None:
+        with pytest.raises(ValueError, match=name):
+            rollout(policy, prompts(1), **{**SMALL, name: value})
+
+
+def state_of(model: PreTrainedModel) -> list[Any]:
+    return [
+        [module.training for module in model.modules()],
+        model.config._attn_implementation,
+        getattr(model.config, "use_cache", None),
+        [getattr(module, "gradient_checkpointing", None) for module in model.modules()],
+        [parameter.requires_grad for parameter in model.parameters()],
+        [parameter.data_ptr() for parameter in model.parameters()],
+        torch.is_grad_enabled(),
+        [(name, buffer.is_inference()) for name, buffer in model.named_buffers()],
+    ]
+
+
+class TestPolicy:
+    def test_it_is_left_as_it_was_and_can_be_trained_on(self) -> None:
+        model = FAMILIES["llama"]()
+        model.gradient_checkpointing_enable()
+        model.train()
+        before = state_of(model)
+        batch = rollout(model, prompts(2), n=2, **SMALL)
+        assert state_of(model) == before
+        ids = torch.tensor([batch.table["token_ids"][0].as_py()])
+        model(ids, labels=ids).loss.backward()
+        assert all(parameter.grad is not None for parameter in model.parameters())
+
+    def test_it_is_left_as_it_was_after_an_exception(self) -> None:
+        model = FAMILIES["llama"]()
+        model.gradient_checkpointing_enable()
+        model.train()
+        before = state_of(model)
+
+        def broken(*_: Any) -> None:
+            raise RuntimeError("in a layer")
+
+        hook = model.get_output_embeddings().register_forward_hook(broken)
+        with pytest.raises(RuntimeError, match="in a layer"):
+            rollout(model, prompts(2), n=2, **SMALL)
+        hook.remove()
+        assert state_of(model) == before
+        with pytest.raises(UserError):
+            rollout(model, [[1] * 600], n=2, **SMALL)
+        assert state_of(model) == before
+
+    def test_updated_weights_are_those_of_the_next_call(self) -> None:
+        model = FAMILIES["llama"]()
+        first = rollout(model, prompts(2), n=2, **SMALL)
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.mul_(1.1)
+        second = rollout(model, prompts(2), n=2, **SMALL)
+        assert samples(first) != samples(second)
+        assert_own_logprobs(model, second)
+
+    def test_data_parallel_wrappers_are_seen_through(self, policy: PreTrainedModel) -> None:
+        expected = samples(rollout(policy, prompts(2), n=2, **SMALL))
+        assert_same(samples(rollout(nn.DataParallel(policy), prompts(2), n=2, **SMALL)), expected)
+
+    def test_compiled_policies_are_seen_through(self) -> None:
+        model = FAMILIES["llama"]()
+        expected = samples(rollout(model, prompts(2), n=2, **SMALL))
+        assert_same(samples(rollout(torch.compile(model), prompts(2), n=2, **SMALL)), expected)
+        model.compile()
+        before = [module._compiled_call_impl for module in model.modules()]
+        assert_same(samples(rollout(model, prompts(2), n=2, **SMALL)), expected)
+        assert [module._compiled_call_impl for module in model.modules()] == before
+
+    @pytest.mark.parametrize("merged", [False, True])
+    def test_lora_policies_run_with_their_adapters(self, merged: bool) -> None:
+        peft = pytest.importorskip("peft")
+        plain = samples(rollout(FAMILIES["llama"](), prompts(2), n=2, **SMALL))
+        torch.manual_seed(0)
+        config = peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj", "down_proj"], init_lora_weights=False)
+        model = peft.get_peft_model(FAMILIES["llama"](), config)
+        if merged:
+            model.merge_adapter()
+        batch = rollout(model, prompts(2), n=2, **SMALL)
+        assert samples(batch) != plain
+        assert_own_logprobs(model, batch)
+        with model.disable_adapter():
+            assert_same(samples(rollout(model, prompts(2), n=2, **SMALL)), plain)
+
+    def test_what_is_no_model_is_refused(self) -> None:
+        with pytest.raises(UserError, match="must be a transformers model"):
+            rollout(nn.Linear(2, 2), prompts(1), n=1)
+
+    def test_weights_that_are_not_here_are_refused_with_the_fix(self) -> None:
+        model = FAMILIES["llama"]()
+        weight = next(model.parameters())
+        weight.ds_id = 1  # type: ignore[attr-defined]
+        weight.data = weight.data.new_empty(0)
+        with pytest.raises(UserError, match="GatheredParameters"):
+            rollout(model, prompts(1), n=1)
+        with pytest.raises(UserError, match="meta device"):
+            rollout(FAMILIES["llama"]().to("meta"), prompts(1), n=1)
+
+
+class TestSession:
+    def test_kv_of_prompts_stays_from_call_to_call(self, policy: PreTrainedModel) -> None:
+        expected = samples(rollout(policy, prompts(3), n=4, **SMALL))
+        with Session(policy) as session:
+            first = session.rollout(prompts(3), n=4, **SMALL)
+            again = session.rollout(prompts(3), n=4, **SMALL)
+        assert_same(samples(first), expected)
+        assert_same(samples(again), expected)
+        assert first.summary["prefill_tokens"] == 15 + 3 * 15
+        assert again.summary["prefill_tokens"] == 3  # the last token of each prompt, for its logits
+
+    def test_a_forgotten_refresh_is_caught(self) -> None:
+        model = FAMILIES["llama"]()
+        with Session(model) as session:
+            session.rollout(prompts(2), n=2, **SMALL)
+            for parameter in model.parameters():
+                parameter.data += 1e-4  # a write that `Tensor._version` does not see
+            with pytest.raises(UserError, match=r"session.refresh\(\)"):
+                session.rollout(prompts(2), n=2, **SMALL)
+            session.refresh()
+            batch = session.rollout(prompts(2), n=2, **SMALL)
+        assert_own_logprobs(model, batch)
+        assert set(batch.table["weight_version"].to_pylist()) == {1}
+
+    def test_one_weight_that_changed_is_seen(self) -> None:
+        model = FAMILIES["llama"]()
+        with Session(model) as session:
+            session.rollout(prompts(1), n=1, **SMALL)
+            list(model.parameters())[-1].data.view(-1)[-1] += 1e-3
+            with pytest.raises(UserError, match=r"session.refresh\(\)"):
+                session.rollout(prompts(1), n=1, **SMALL)
+
+    def test_after_an_exception_nothing_is_left(self, policy: PreTrainedModel) -> None:
+        with Session(policy) as session:
+            session.rollout(prompts(2), n=2, **SMALL)
+            with pytest.raises(UserError):
+                session.rollout([[1] * 600], n=2, **SMALL)
+            assert_same(
+                samples(session.rollout(prompts(2), n=2, **SMALL)), samples(rollout(policy, prompts(2), n=2, **SMALL))
+            )
+
+    def test_an_engine_is_a_policy_too(self, policy: PreTrainedModel) -> None:
+        engine = batchkv.Engine(policy)
+        assert_same(
+            samples(rollout(engine, prompts(2), n=2, **SMALL)), samples(rollout(policy, prompts(2), n=2, **SMALL))
+        )
+        with pytest.raises(UserError, match="engine"):
+            rollout(engine, prompts(2), n=2, max_batch_rows=4)
