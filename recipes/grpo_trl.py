@@ -247,9 +247,7 @@ def share_of_right_answers(
     import batchkv
 
     prompts = [word + ASK for word in words(settings, count, seed=-2)]
-    batch = batchkv.rollout(
-        model, prompts, n=1, tokenizer=tokenizer, max_tokens=settings.letters + 2, temperature=0.0
-    )
+    batch = batchkv.rollout(model, prompts, n=1, tokenizer=tokenizer, max_tokens=settings.letters + 2, temperature=0.0)
     answers = tokenizer.batch_decode(batch.completions.lists(), skip_special_tokens=True)
     return sum(reward == 1.0 for reward in in_order_reward(prompts, answers)) / count
 
