@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from batchkv.job_plan import JobPlan
     from batchkv.rl.rollout_batch import RolloutBatch
     from batchkv.rl.session import Session, rollout
+    from batchkv.rl.trl import trl_rollout_func
     from batchkv.sampling_params import SamplingParams
 
 __version__ = "0.1.0"
@@ -26,6 +27,7 @@ __all__ = [
     "UserError",
     "plan",
     "rollout",
+    "trl_rollout_func",
 ]
 
 # Imported when first used: torch and transformers take seconds, and a process that renders templates needs not
@@ -39,6 +41,7 @@ _LAZY = {
     "Session": "batchkv.rl.session",
     "plan": "batchkv.engine",
     "rollout": "batchkv.rl.session",
+    "trl_rollout_func": "batchkv.rl.trl",
 }
 
 

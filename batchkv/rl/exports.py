@@ -6,6 +6,7 @@ lengths, never from ids that equal the pad token: a sample may end with it. No t
 
 from __future__ import annotations
 
+import itertools
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -173,13 +174,14 @@ def to_slime(batch: RolloutBatch) -> list[dict[str, Any]]:
 
     Returns:
         `tokens`: the prompt and all that came after it; `response_length`; `loss_mask` and `rollout_log_probs`: of the
-        response; `weight_versions`: as texts; `status`; `group_index`, `index`: the prompt, and the row of this batch.
+        response; `weight_versions`: as texts, each once as it took over; `status`; `group_index`, `index`: the prompt,
+        and the row of this batch.
     """
     columns = zip(
         batch.prompts.then(batch.completions).lists(),
         batch.env_mask.lists(),
         batch.logprobs.lists(),
-        batch.table["weight_version"].to_pylist(),
+        _versions(batch),
         batch.truncated.tolist(),
         batch.table["prompt_index"].to_pylist(),
         strict=True,
@@ -192,10 +194,10 @@ def to_slime(batch: RolloutBatch) -> list[dict[str, Any]]:
             "response_length": len(mask),
             "loss_mask": mask,
             "rollout_log_probs": logprobs,
-            "weight_versions": [str(version)],
+            "weight_versions": versions,
             "status": "truncated" if cut else "completed",
         }
-        for row, (tokens, mask, logprobs, version, cut, prompt) in enumerate(columns)
+        for row, (tokens, mask, logprobs, versions, cut, prompt) in enumerate(columns)
     ]
 
 
@@ -209,7 +211,7 @@ def to_areal(batch: RolloutBatch) -> list[dict[str, torch.Tensor]]:
     """
     sequences = batch.prompts.then(batch.completions)
     mask = _whole(batch, batch.env_mask).values.astype(np.int32)
-    by_token = np.asarray(batch.table["weight_version"].to_numpy())[sequences.owners]
+    by_token = _whole(batch, batch.token_versions).values
     flat = {
         "input_ids": sequences.values,
         "loss_mask": mask,
@@ -219,6 +221,17 @@ def to_areal(batch: RolloutBatch) -> list[dict[str, torch.Tensor]]:
     }
     rows = {name: np.split(values, sequences.offsets[1:-1]) for name, values in flat.items()}
     return [{name: torch.tensor(rows[name][row]).unsqueeze(0) for name in flat} for row in range(len(batch))]
+
+
+def _versions(batch: RolloutBatch) -> list[list[str]]:
+    """For each row, the versions of weights that made its tokens, in their order; its own if it has no tokens."""
+    rows = zip(
+        batch.token_versions.lists(), batch.env_mask.lists(), batch.table["weight_version"].to_pylist(), strict=True
+    )
+    return [
+        [str(version) for version, _ in itertools.groupby(itertools.compress(versions, mask))] or [str(last)]
+        for versions, mask, last in rows
+    ]
 
 
 def _whole(batch: RolloutBatch, of_completions: Ragged) -> Ragged:

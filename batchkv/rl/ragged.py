@@ -57,7 +57,7 @@ class Ragged:
         return joined
 
     def padded(
-        self, fill: float, *, width: int | None = None, left: bool = False, dtype: npt.DTypeLike = None
+        self, fill: float, *, width: int | None = None, left: bool = False, dtype: npt.DTypeLike | None = None
     ) -> Array:
         """The lists as rows of a matrix [lists, width].
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -34,6 +35,16 @@ SCHEMA = pa.schema(
 )
 """The columns of a batch. `seed` may be int64 as well; a table may have more columns."""
 
+OPTIONAL_SCHEMA = pa.schema(
+    {
+        "row": pa.int64(),
+        "token_versions": pa.list_(pa.int64()),
+        "forked_from": pa.int32(),
+        "forked_at": pa.int32(),
+    }
+)
+"""Columns that have a meaning if they are there."""
+
 FINISH_REASONS = ("stop", "length")
 
 
@@ -52,15 +63,19 @@ class RolloutBatch:
     | `seed` | of the random numbers |
     | `weight_version` | of the weights that made the tokens |
     | `num_cached_tokens` | prompt tokens that were not computed for this sample |
+    | `row` (optional) | the global number of the prompt, which the random numbers are of |
+    | `token_versions` (optional) | of the weights when each of `token_ids` came, where a sample saw an update |
+    | `forked_from`, `forked_at` (optional) | the sample whose first tokens were taken over, how many; -1 if none |
 
     Attributes:
         table: the samples, with the columns of `SCHEMA`.
         pad_token_id: what padded token ids are filled up with. It may be an end token: masks never come from it.
-        temperature: what logits are divided by in `logprobs`.
+        temperature: what logits were divided by before `logprobs` were taken; 1 where samples are greedy.
         summary: what the rollout cost, with the names of a job's summary.
 
     Raises:
-        ValueError: if a column is missing or of another type, or a row's lists do not fit together.
+        ValueError: if a column is missing or of another type, a row's lists do not fit together, or the temperature
+            is not above 0.
     """
 
     table: pa.Table
@@ -71,6 +86,8 @@ class RolloutBatch:
     def __post_init__(self) -> None:
         if self.pad_token_id < 0:
             raise ValueError(f"pad_token_id {self.pad_token_id} must be at least 0")
+        if not (math.isfinite(self.temperature) and self.temperature > 0):
+            raise ValueError(f"temperature {self.temperature} must be above 0; logprobs of greedy samples are at 1")
         _check_columns(self.table)
         _check_lists(self.table, self.completions)
         _check_values(self.completions, self.env_mask, self.logprobs)
@@ -102,6 +119,15 @@ class RolloutBatch:
     def env_mask(self) -> Ragged:
         """1 for the tokens of `completions` that the model made: int8."""
         return Ragged.of(self.table["env_mask"])
+
+    @property
+    def token_versions(self) -> Ragged:
+        """Of the weights when each token of `completions` came: int64."""
+        if "token_versions" in self.table.column_names:
+            return Ragged.of(self.table["token_versions"])
+        completions = self.completions
+        versions = np.asarray(self.table["weight_version"].to_numpy())
+        return Ragged(versions[completions.owners], completions.offsets)
 
     @property
     def truncated(self) -> npt.NDArray[np.bool_]:
@@ -144,15 +170,21 @@ class RolloutBatch:
 
 
 def _check_columns(table: pa.Table) -> None:
-    """Raises ValueError if a column of `SCHEMA` is missing, of another type, or has nulls."""
-    for name, wanted in zip(SCHEMA.names, SCHEMA.types, strict=True):
+    """Raises ValueError if a column of `SCHEMA` is missing, or one that is there is of another type or has nulls."""
+    for name, wanted in (*_columns(SCHEMA), *_columns(OPTIONAL_SCHEMA)):
         if name not in table.column_names:
+            if name in OPTIONAL_SCHEMA.names:
+                continue
             raise ValueError(f"the table has no column {name!r}; it needs {', '.join(SCHEMA.names)}")
         column = table[name]
         if not (_same(column.type, wanted) or (name == "seed" and column.type == pa.int64())):
             raise ValueError(f"column {name!r} is of type {column.type}, not {wanted}")
         if column.null_count:
             raise ValueError(f"row {_first_null(column)}: {name} is null")
+
+
+def _columns(schema: pa.Schema) -> list[tuple[str, pa.DataType]]:
+    return list(zip(schema.names, schema.types, strict=True))
 
 
 def _same(dtype: pa.DataType, wanted: pa.DataType) -> bool:
@@ -164,12 +196,13 @@ def _same(dtype: pa.DataType, wanted: pa.DataType) -> bool:
 
 def _check_lists(table: pa.Table, tokens: Ragged) -> None:
     """Raises ValueError if lists have nulls or lengths that differ from those of `token_ids`."""
-    for name in ("prompt_token_ids", "token_ids", "logprobs", "env_mask"):
+    of_tokens = [name for name in ("logprobs", "env_mask", "token_versions") if name in table.column_names]
+    for name in ("prompt_token_ids", "token_ids", *of_tokens):
         values = pc.list_flatten(table[name])
         if values.null_count:
             row = int(Ragged.of(table[name]).owners[_first_null(values)])
             raise ValueError(f"row {row}: a value of {name} is null")
-    for name in ("logprobs", "env_mask"):
+    for name in of_tokens:
         lengths = Ragged.of(table[name]).lengths
         wrong = np.flatnonzero(lengths != tokens.lengths)
         if wrong.size:

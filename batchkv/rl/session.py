@@ -237,7 +237,7 @@ def roll_out(
     return RolloutBatch(
         as_table(done, draw.params.seed),
         _pad_token_id(engine),
-        draw.params.temperature,
+        draw.params.temperature or 1.0,  # of greedy samples
         _summary(len(prompts), len(done), totals, metrics),
     )
 

@@ -1,0 +1,328 @@
+"""`RolloutBatch` and what is exported from it, on batches written by hand."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import torch
+
+from batchkv.rl.ragged import Ragged
+from batchkv.rl.rollout_batch import SCHEMA, RolloutBatch
+
+PAD = 9  # also the end token of the samples: masks must not be made from ids
+
+
+def batch_of(*rows: dict[str, Any], pad_token_id: int = PAD) -> RolloutBatch:
+    return RolloutBatch(table_of(*rows), pad_token_id)
+
+
+def table_of(*rows: dict[str, Any]) -> pa.Table:
+    filled = [
+        {
+            "prompt_index": 0,
+            "sample_index": place,
+            "finish_reason": "length" if row.get("truncated") else "stop",
+            "truncated": False,
+            "env_mask": [1] * len(row["token_ids"]),
+            "seed": 2**64 - 1,
+            "weight_version": 7,
+            "num_cached_tokens": 0,
+        }
+        | row
+        for place, row in enumerate(rows)
+    ]
+    return pa.Table.from_pylist(filled, schema=SCHEMA)
+
+
+SHORT = {"prompt_token_ids": [1, 2, 3], "token_ids": [4, PAD], "logprobs": [-0.5, -0.25]}
+TURNS = {
+    "prompt_token_ids": [5],
+    "token_ids": [6, PAD, 7, 8, 6],  # an end token, then two tokens of the environment, then the model again
+    "logprobs": [-1.0, -2.0, 0.0, 0.0, -3.0],
+    "env_mask": [1, 1, 0, 0, 1],
+    "truncated": True,
+    "prompt_index": 1,
+    "weight_version": 8,
+}
+
+
+@pytest.fixture
+def batch() -> RolloutBatch:
+    return batch_of(SHORT, TURNS)
+
+
+def assert_tensors(given: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor]) -> None:
+    assert given.keys() == wanted.keys()
+    for name, tensor in wanted.items():
+        assert given[name].dtype == tensor.dtype, name
+        assert given[name].tolist() == tensor.tolist(), name
+
+
+def ints(*rows: Any) -> torch.Tensor:
+    return torch.tensor(rows, dtype=torch.int64)
+
+
+def floats(*rows: Any) -> torch.Tensor:
+    return torch.tensor(rows, dtype=torch.float32)
+
+
+# --- plain -----------------------------------------------------------------------------------------------------
+
+
+def test_padded_tensors_meet_in_the_middle(batch: RolloutBatch) -> None:
+    wanted = {
+        "prompt_ids": ints([1, 2, 3], [PAD, PAD, 5]),
+        "prompt_mask": ints([1, 1, 1], [0, 0, 1]),
+        "completion_ids": ints([4, PAD, PAD, PAD, PAD], [6, PAD, 7, 8, 6]),
+        "completion_mask": ints([1, 1, 0, 0, 0], [1, 1, 1, 1, 1]),
+        "env_mask": ints([1, 1, 0, 0, 0], [1, 1, 0, 0, 1]),
+        "logprobs": floats([-0.5, -0.25, 0, 0, 0], [-1, -2, 0, 0, -3]),
+        "truncated": torch.tensor([False, True]),
+    }
+    assert_tensors(batch.to_padded(), wanted)
+
+
+def test_tensors_are_copies(batch: RolloutBatch) -> None:
+    for export in (batch.to_padded(), batch.to_verl(), batch.to_nemo_rl(), batch.to_areal()[0]):
+        for tensor in export.values():
+            tensor.zero_()
+    assert batch.to_trl()["completion_ids"] == [SHORT["token_ids"], TURNS["token_ids"]]
+
+
+# --- TRL -------------------------------------------------------------------------------------------------------
+
+
+def test_trl_gets_lists_as_they_are(batch: RolloutBatch) -> None:
+    assert batch.to_trl() == {
+        "prompt_ids": [[1, 2, 3], [5]],
+        "completion_ids": [[4, PAD], [6, PAD, 7, 8, 6]],
+        "logprobs": [[-0.5, -0.25], [-1.0, -2.0, 0.0, 0.0, -3.0]],
+        "env_mask": [[1, 1], [1, 1, 0, 0, 1]],
+    }
+
+
+def test_trl_gets_no_mask_where_all_tokens_are_the_models() -> None:
+    assert batch_of(SHORT).to_trl().keys() == {"prompt_ids", "completion_ids", "logprobs"}
+
+
+# --- verl ------------------------------------------------------------------------------------------------------
+
+
+def test_verl_prompts_left_responses_right(batch: RolloutBatch) -> None:
+    wanted = {
+        "prompts": ints([1, 2, 3], [PAD, PAD, 5]),
+        "responses": ints([4, PAD, PAD, PAD, PAD], [6, PAD, 7, 8, 6]),
+        "response_mask": ints([1, 1, 0, 0, 0], [1, 1, 0, 0, 1]),
+        "input_ids": ints([1, 2, 3, 4, PAD, PAD, PAD, PAD], [PAD, PAD, 5, 6, PAD, 7, 8, 6]),
+        "attention_mask": ints([1, 1, 1, 1, 1, 0, 0, 0], [0, 0, 1, 1, 1, 1, 1, 1]),
+        "position_ids": ints([0, 1, 2, 3, 4, 4, 4, 4], [0, 0, 0, 1, 2, 3, 4, 5]),
+        "rollout_log_probs": floats([-0.5, -0.25, 0, 0, 0], [-1, -2, 0, 0, -3]),
+    }
+    assert_tensors(batch.to_verl(), wanted)
+
+
+def test_verl_widths_of_the_config() -> None:
+    tensors = batch_of(SHORT).to_verl(prompt_length=4, response_length=3)
+    assert tensors["input_ids"].tolist() == [[PAD, 1, 2, 3, 4, PAD, PAD]]
+    assert tensors["attention_mask"].tolist() == [[0, 1, 1, 1, 1, 1, 0]]
+    assert tensors["position_ids"].tolist() == [[0, 0, 1, 2, 3, 4, 4]]
+    assert tensors["response_mask"].tolist() == [[1, 1, 0]]
+    assert tensors["rollout_log_probs"].tolist() == [[-0.5, -0.25, 0.0]]
+
+
+@pytest.mark.parametrize(("width", "row"), [({"prompt_length": 2}, 0), ({"response_length": 4}, 1)])
+def test_verl_refuses_rows_that_do_not_fit(batch: RolloutBatch, width: dict[str, int], row: int) -> None:
+    name, value = next(iter(width.items()))
+    with pytest.raises(ValueError, match=rf"row {row}: \d tokens do not fit into {name}={value}"):
+        batch.to_verl(**width)
+
+
+# --- OpenRLHF --------------------------------------------------------------------------------------------------
+
+
+def test_openrlhf_samples(batch: RolloutBatch) -> None:
+    assert batch.to_openrlhf() == [
+        {
+            "observation_tokens": [1, 2, 3, 4, PAD],
+            "action_ranges": [(3, 5)],
+            "rollout_log_probs": [0.0, 0.0, 0.0, -0.5, -0.25],
+            "truncated": False,
+        },
+        {
+            "observation_tokens": [5, 6, PAD, 7, 8, 6],
+            "action_ranges": [(1, 3), (5, 6)],
+            "rollout_log_probs": [0.0, -1.0, -2.0, 0.0, 0.0, -3.0],
+            "truncated": True,
+        },
+    ]
+
+
+def test_openrlhf_ranges_of_neighbours_do_not_join() -> None:
+    """The first row ends with the model's tokens, and the second begins with them: it has no prompt tokens."""
+    rows = batch_of(SHORT, SHORT | {"prompt_token_ids": []}).to_openrlhf()
+    assert [row["action_ranges"] for row in rows] == [[(3, 5)], [(0, 2)]]
+
+
+def test_openrlhf_experience_is_shifted_by_one(batch: RolloutBatch) -> None:
+    wanted = {
+        "sequences": ints([1, 2, 3, 4, PAD, PAD], [5, 6, PAD, 7, 8, 6]),
+        "attention_mask": ints([1, 1, 1, 1, 1, 0], [1, 1, 1, 1, 1, 1]),
+        "action_mask": ints([0, 0, 1, 1, 0], [1, 1, 0, 0, 1]),
+        "rollout_log_probs": floats([0, 0, -0.5, -0.25, 0], [-1, -2, 0, 0, -3]),
+        "response_length": ints(2, 5),
+        "total_length": floats(5, 6),
+        "truncated": torch.tensor([False, True]),
+    }
+    assert_tensors(batch.to_openrlhf_experience(), wanted)
+
+
+# --- NeMo-RL ---------------------------------------------------------------------------------------------------
+
+
+def test_nemo_rl_fills_up_behind_everything(batch: RolloutBatch) -> None:
+    wanted = {
+        "output_ids": ints([1, 2, 3, 4, PAD, PAD], [5, 6, PAD, 7, 8, 6]),
+        "generation_lengths": ints(2, 5),
+        "unpadded_sequence_lengths": ints(5, 6),
+        "logprobs": floats([0, 0, 0, -0.5, -0.25, 0], [0, -1, -2, 0, 0, -3]),
+        "truncated": torch.tensor([False, True]),
+        "token_mask": ints([0, 0, 0, 1, 1, 0], [0, 1, 1, 0, 0, 1]),
+    }
+    assert_tensors(batch.to_nemo_rl(), wanted)
+
+
+# --- slime, AReaL ----------------------------------------------------------------------------------------------
+
+
+def test_slime_samples(batch: RolloutBatch) -> None:
+    assert batch.to_slime()[1] == {
+        "group_index": 1,
+        "index": 1,
+        "tokens": [5, 6, PAD, 7, 8, 6],
+        "response_length": 5,
+        "loss_mask": [1, 1, 0, 0, 1],
+        "rollout_log_probs": [-1.0, -2.0, 0.0, 0.0, -3.0],
+        "weight_versions": ["8"],
+        "status": "truncated",
+    }
+    assert batch.to_slime()[0]["status"] == "completed"
+
+
+def test_areal_has_versions_by_token(batch: RolloutBatch) -> None:
+    wanted = {
+        "input_ids": torch.tensor([[5, 6, PAD, 7, 8, 6]], dtype=torch.int32),
+        "loss_mask": torch.tensor([[0, 1, 1, 0, 0, 1]], dtype=torch.int32),
+        "logprobs": floats([0, -1, -2, 0, 0, -3]),
+        "versions": torch.tensor([[-1, 8, 8, -1, -1, 8]], dtype=torch.int32),
+        "attention_mask": torch.ones(1, 6, dtype=torch.bool),
+    }
+    assert_tensors(batch.to_areal()[1], wanted)
+
+
+def test_slime_and_areal_have_versions_of_partial_rollouts() -> None:
+    """The second sample was begun by one version, and went on under others; tokens of the environment have none."""
+    versions = pa.array([[7, 7], [3, 4, 9, 9, 5]], pa.list_(pa.int64()))
+    batch = RolloutBatch(table_of(SHORT, TURNS).append_column("token_versions", versions), PAD)
+    assert [row["weight_versions"] for row in batch.to_slime()] == [["7"], ["3", "4", "5"]]
+    assert [row["versions"].tolist() for row in batch.to_areal()] == [[[-1, -1, -1, 7, 7]], [[-1, 3, 4, -1, -1, 5]]]
+
+
+def test_slime_has_the_version_of_a_sample_without_tokens() -> None:
+    assert batch_of(SHORT | {"token_ids": [], "logprobs": []}).to_slime()[0]["weight_versions"] == ["7"]
+
+
+# --- any batch -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("rows", [0, 1])
+def test_empty_completions_and_empty_batches(rows: int) -> None:
+    batch = batch_of(*[SHORT | {"token_ids": [], "logprobs": []}] * rows)
+    assert batch.to_padded()["completion_ids"].shape == (rows, 0)
+    assert batch.to_verl(response_length=2)["response_mask"].tolist() == [[0, 0]] * rows
+    assert [row["action_ranges"] for row in batch.to_openrlhf()] == [[]] * rows
+    assert batch.to_openrlhf_experience()["response_length"].tolist() == [0] * rows
+    assert batch.to_nemo_rl()["generation_lengths"].tolist() == [0] * rows
+    assert len(batch.to_slime()) == len(batch.to_areal()) == len(batch) == rows
+
+
+def test_slices_and_chunks_of_tables(batch: RolloutBatch) -> None:
+    """Offsets of Arrow lists do not begin at 0 in a slice."""
+    chunked = pa.concat_tables([table_of(TURNS, SHORT).slice(1), table_of(SHORT, TURNS, SHORT).slice(1, 1)])
+    other = RolloutBatch(chunked, PAD)
+    assert_tensors(other.to_padded(), batch.to_padded())
+    assert other.to_openrlhf() == batch.to_openrlhf()
+
+
+def test_a_batch_survives_parquet(batch: RolloutBatch, tmp_path: Any) -> None:
+    pq.write_table(batch.table, tmp_path / "batch.parquet")
+    assert RolloutBatch(pq.read_table(tmp_path / "batch.parquet"), PAD).to_slime() == batch.to_slime()
+
+
+def test_random_batches_come_back_from_their_padding() -> None:
+    random = np.random.default_rng(0)
+    offsets = np.concatenate([[0], np.cumsum(random.integers(0, 9, 50))])
+    lists = Ragged(random.integers(0, 100, offsets[-1]), offsets)
+    for left in (False, True):
+        matrix, mask = lists.padded(-1, left=left, width=11), lists.mask(left=left, width=11)
+        assert matrix[mask == 1].tolist() == lists.values.tolist()
+        assert (matrix[mask == 0] == -1).all()
+        assert (np.diff(mask, axis=1) >= 0).all() if left else (np.diff(mask, axis=1) <= 0).all()
+
+
+@pytest.mark.parametrize(
+    ("row", "message"),
+    [
+        ({"logprobs": [-0.5]}, "row 1: logprobs has 1 values for 2 token_ids"),
+        ({"env_mask": [1]}, "row 1: env_mask has 1 values for 2 token_ids"),
+        ({"env_mask": [1, 2]}, "row 1: env_mask must be 0 or 1, not 2"),
+        ({"env_mask": [1, 0]}, "row 1: logprobs must be 0 for tokens of the environment, not -0.25"),
+        ({"logprobs": [-0.5, float("nan")]}, "row 1: logprobs must be finite, not nan"),
+        ({"logprobs": [-0.5, None]}, "row 1: a value of logprobs is null"),
+        ({"token_ids": [-1, 2]}, "row 1: token_ids must be at least 0, not -1"),
+        ({"truncated": None}, "row 1: truncated is null"),
+        ({"finish_reason": "error"}, "row 1: finish_reason 'error' is not one of stop, length"),
+    ],
+)
+def test_bad_rows_are_named(row: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        batch_of(SHORT, SHORT | row)
+
+
+def test_missing_and_wrong_columns_are_named() -> None:
+    with pytest.raises(ValueError, match="no column 'env_mask'"):
+        RolloutBatch(table_of(SHORT).drop_columns("env_mask"), PAD)
+    wrong = table_of(SHORT).set_column(0, "prompt_index", pa.array([0.5]))
+    with pytest.raises(ValueError, match="column 'prompt_index' is of type double, not int32"):
+        RolloutBatch(wrong, PAD)
+    with pytest.raises(ValueError, match="pad_token_id -1"):
+        batch_of(SHORT, pad_token_id=-1)
+
+
+@pytest.mark.parametrize(
+    ("name", "column", "message"),
+    [
+        ("row", pa.array([1], pa.int32()), "column 'row' is of type int32, not int64"),
+        ("forked_at", pa.array([None], pa.int32()), "row 0: forked_at is null"),
+        ("token_versions", pa.array([[7]], pa.list_(pa.int64())), "row 0: token_versions has 1 values for 2 token_ids"),
+        ("token_versions", pa.array([[7, None]], pa.list_(pa.int64())), "row 0: a value of token_versions is null"),
+    ],
+)
+def test_optional_columns_are_checked(name: str, column: pa.Array, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        RolloutBatch(table_of(SHORT).append_column(name, column), PAD)
+
+
+@pytest.mark.parametrize("temperature", [0.0, -1.0, float("inf"), float("nan")])
+def test_logprobs_have_a_temperature(temperature: float) -> None:
+    assert RolloutBatch(table_of(SHORT), PAD).temperature == 1.0
+    with pytest.raises(ValueError, match=f"temperature {temperature} must be above 0"):
+        RolloutBatch(table_of(SHORT), PAD, temperature=temperature)
+
+
+def test_signed_seeds_and_more_columns() -> None:
+    table = table_of(SHORT).drop_columns("seed").append_column("seed", pa.array([-1])).append_column("x", pa.array([1]))
+    assert RolloutBatch(table, PAD).table["seed"].to_pylist() == [-1]
