@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from transformers import PreTrainedModel
 from transformers.generation.logits_process import MinPLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
-from batchkv import sampler
+from batchkv import executor, sampler
 from batchkv.engine import Engine
 from batchkv.errors import RowError
 from batchkv.metrics import RunMetrics
@@ -412,6 +412,15 @@ def test_records_are_the_same_a_step_ahead_and_under_preemption() -> None:
         for ours, theirs in zip(outputs, others, strict=True):
             assert ours.token_ids.tolist() == theirs.token_ids.tolist()
             assert_same_record(ours.sampling, theirs.sampling)
+
+
+def test_records_of_sequences_that_ended_are_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nor does one begin anew with the row too many that a sequence has a step ahead."""
+    made: list[SamplingRecords] = []
+    monkeypatch.setattr(executor, "SamplingRecords", lambda: made.append(SamplingRecords()) or made[-1])
+    _, metrics = completions(FAMILIES["llama"](), SAMPLED, overlap=True)
+    assert metrics.wasted_rows > 0
+    assert [(records._logprobs, records._kept) for records in made] == [({}, {})]
 
 
 def test_nothing_is_recorded_unless_asked_for() -> None:
