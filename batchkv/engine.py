@@ -325,6 +325,7 @@ class Engine:
         metrics: RunMetrics,
         progress: OnStep = no_step,
         grammars: Grammars | None = None,
+        record_sampling: bool = False,
     ) -> list[Kept]:
         """Computes all outputs of a wave.
 
@@ -336,13 +337,16 @@ class Engine:
             metrics: counts and times are added here.
             progress: called after every step.
             grammars: of all constraints in the wave.
+            record_sampling: whether completions tell what their tokens were drawn from (`Completion.sampling`).
 
         Returns:
             What stays in the cache.
         """
         with _launching_on(self.device), paged_attention_of(self.model):
             with metrics.timed("plan"):
-                executor = self._executor(prepared, runner, cache, on_ended, metrics, progress, grammars)
+                executor = self._executor(
+                    prepared, runner, cache, on_ended, metrics, progress, grammars, record_sampling
+                )
             try:
                 return executor.run()
             except torch.OutOfMemoryError as error:
@@ -389,6 +393,7 @@ class Engine:
         metrics: RunMetrics,
         progress: OnStep,
         grammars: Grammars | None,
+        record_sampling: bool,
     ) -> Executor:
         wave, sequences = prepared.wave, prepared.plan.sequences
         params = [wave.params[request] for request in sequences.row.tolist()]
@@ -407,6 +412,7 @@ class Engine:
             progress=progress,
             cache=cache,
             matchers=Matchers(grammars, params) if grammars else None,
+            record_sampling=record_sampling,
         )
 
     @property

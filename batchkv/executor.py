@@ -28,7 +28,8 @@ from batchkv.matchers import Matchers
 from batchkv.metrics import RunMetrics
 from batchkv.model_runner import ModelRunner
 from batchkv.progress import OnStep
-from batchkv.sampler import SamplingBatch, sample, score
+from batchkv.sampler import SampledFrom, SamplingBatch, sample, score
+from batchkv.sampling_record import SamplingRecords
 from batchkv.scheduler import Scheduler
 from batchkv.scoring import Scores, build_score_table
 from batchkv.sequence import GeneratedTokens
@@ -67,6 +68,7 @@ class _Drawn:
     step: Step
     token_ids: torch.Tensor
     results: HostCopies
+    source: HostCopies | None  # what they are drawn from, if that is recorded
 
 
 class Executor:
@@ -87,6 +89,7 @@ class Executor:
         progress: called after every step that is finished.
         cache: what the plan goes on from; by default a new one.
         matchers: of sequences whose output is constrained, if there are any.
+        record_sampling: completions tell what their tokens were drawn from, too.
     """
 
     def __init__(
@@ -106,11 +109,13 @@ class Executor:
         progress: OnStep,
         cache: KVCache | None = None,
         matchers: Matchers | None = None,
+        record_sampling: bool = False,
     ) -> None:
         self._runner, self._sampling, self._endings = runner, sampling, endings
         self._metrics, self._on_ended, self._progress = metrics, on_ended, progress
         self._plan, self._matchers = plan, matchers
         self._generated = GeneratedTokens(len(plan.sequences))
+        self._sampling_records = SamplingRecords() if record_sampling else None
         self._score_table = build_score_table(plan.trie, plan.sequences, arena)
         self._scores = Scores(len(self._score_table))
         self._scheduler = Scheduler(
@@ -181,11 +186,19 @@ class Executor:
         step = launched.step
         positions = self._generated.lengths[step.sampled].astype(np.int64)
         allowed = self._matchers.masks(step.sampled) if self._matchers else None
-        sampled = sample(launched.logits, self._sampling.take(step.sampled), positions, step.sampled_logits, allowed)
+        sampled = sample(
+            launched.logits,
+            self._sampling.take(step.sampled),
+            positions,
+            step.sampled_logits,
+            allowed,
+            with_source=self._sampling_records is not None,
+        )
         scored = score(launched.logits, step.scored_logits, self._score_table.target[step.scored])
         results = HostCopies(sampled.token_ids, sampled.logprobs, sampled.is_valid, scored.logprobs, scored.is_greedy)
+        drawn = _Drawn(step, sampled.token_ids, results, _copies(sampled.source))
         self._sampling_s += perf_counter() - started
-        return _Drawn(step, sampled.token_ids, results)
+        return drawn
 
     def _finish(self, drawn: _Drawn | None) -> None:
         """Waits for what a step drew, and does what follows from it: tokens, endings, completions, memory."""
@@ -197,6 +210,8 @@ class Executor:
         self._metrics.scored_tokens += len(step.scored)
         self._collect_scored(step.scored_sequences)
         at = np.flatnonzero(~self._has_ended[step.sampled])  # the others had a row that nobody needs
+        if self._sampling_records and drawn.source:
+            self._sampling_records.append(step.sampled, at, *drawn.source.wait())
         endings = np.full(len(step.sampled), Ending.NONE, np.int8)
         endings[at] = self._append(step.sampled[at], token_ids[at], logprobs[at], is_valid[at])
         self._sampling_s += perf_counter() - started
@@ -232,6 +247,8 @@ class Executor:
         for sequence, ending in zip(sequences[ended].tolist(), endings[ended].tolist(), strict=True):
             found.append((sequence, self._completion(sequence, ending)))
             self._generated.drop(sequence)
+            if self._sampling_records:
+                self._sampling_records.drop(sequence)
         if found:
             self._on_ended(found)
 
@@ -246,6 +263,7 @@ class Executor:
             logprobs=self._generated.logprobs(sequence).copy(),
             finish_reason="length" if ending == Ending.LENGTH else "stop",
             stop_string=self._endings.stop_string(sequence),
+            sampling=self._sampling_records.record(sequence) if self._sampling_records else None,
         )
 
     def _collect_scored(self, sequences: Int64Array) -> None:
@@ -272,3 +290,8 @@ class Executor:
         now = perf_counter()
         self._metrics.count_step(step, now - self._counted_to - self._sampling_s, self._sampling_s)
         self._counted_to, self._sampling_s = now, 0.0
+
+
+def _copies(source: SampledFrom | None) -> HostCopies | None:
+    """On their way to the host, if it was told what tokens were drawn from."""
+    return HostCopies(source.logprobs, source.kept_ids, source.kept_counts) if source else None

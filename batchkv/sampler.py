@@ -9,9 +9,10 @@ vocabulary, W the W largest logits of a row in descending order, N blocks of _BL
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -97,6 +98,24 @@ class AllowedTokens:
 
 
 @dataclass(frozen=True, slots=True)
+class SampledFrom:
+    """What the tokens of B rows were really drawn from, on the device of the logits.
+
+    A row's log-probability is that of its token under the softmax of logits / temperature over the tokens kept.
+
+    Attributes:
+        logprobs: float32 [B]: `Sampled.logprobs`, to the bit, where all tokens were kept; 0 for greedy rows.
+        kept_ids: int32 [kept], the tokens that were allowed and passed all filters, by row, ascending within it. For a
+            greedy row its token. Tokens with a weight of 0 in fp32 cannot be drawn and are not among them.
+        kept_counts: int64 [B], how many of these each row has; 0 where all of the vocabulary was kept.
+    """
+
+    logprobs: torch.Tensor
+    kept_ids: torch.Tensor
+    kept_counts: torch.Tensor
+
+
+@dataclass(frozen=True, slots=True)
 class Sampled:
     """The next token of each of B rows, on the device of the logits, which may still be computing it.
 
@@ -106,11 +125,13 @@ class Sampled:
             before any filter.
         is_valid: bool [B], false where there is no distribution to sample from: the logits hold a NaN or a +inf, or
             mask every token with -inf, or allowed tokens have no weight. The row's token and logprob mean nothing then.
+        source: what they were drawn from; None unless asked for. Means nothing where `is_valid` is false.
     """
 
     token_ids: torch.Tensor
     logprobs: torch.Tensor
     is_valid: torch.Tensor
+    source: SampledFrom | None = None
 
 
 @torch.no_grad()
@@ -120,6 +141,8 @@ def sample(
     positions: npt.NDArray[np.int64],
     logits_rows: npt.NDArray[np.int64] | None = None,
     allowed: AllowedTokens | None = None,
+    *,
+    with_source: bool = False,
 ) -> Sampled:
     """Samples one token per row.
 
@@ -133,6 +156,8 @@ def sample(
         positions: int64 [B], index of the token within its sample.
         logits_rows: int64 [B], which of the L logits each row is drawn from; by default there is one for each.
         allowed: the tokens that some rows are limited to, before all filters. Log-probabilities are as without.
+        with_source: tell what the tokens were drawn from, too. Where a row is filtered or limited, the host waits for
+            the device.
 
     Raises:
         ValueError: the arguments have different numbers of rows.
@@ -149,13 +174,15 @@ def sample(
     device = logits_LV.device
     token_ids_B = torch.empty(len(batch), dtype=torch.int64, device=device)
     logprobs_B, best_B = (torch.empty(len(batch), dtype=torch.float32, device=device) for _ in range(2))
+    sources = _Sources(len(batch), device) if with_source else None
     for kind, rows, bits in _chunks(batch, logits_LV, allowed):
         params = _Rows.on(device, batch.take(rows), uniforms_B[rows])
         allowed_BV = None if bits is None else _unpacked(bits, logits_LV)
-        drawn = _draw_chunk(_select(logits_LV, logits_rows[rows]), kind, params, allowed_BV)
         at = to_device(rows, device)
+        on_drawn = None if sources is None else partial(sources.add, at, kind)
+        drawn = _draw_chunk(_select(logits_LV, logits_rows[rows]), kind, params, allowed_BV, on_drawn)
         token_ids_B[at], logprobs_B[at], best_B[at] = drawn
-    return Sampled(token_ids_B, logprobs_B, best_B.isfinite())
+    return Sampled(token_ids_B, logprobs_B, best_B.isfinite(), sources.gathered() if sources else None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -274,12 +301,81 @@ def _select(logits_LV: torch.Tensor, rows: npt.NDArray[np.int64]) -> torch.Tenso
     return logits_LV[to_device(rows, logits_LV.device)].float()
 
 
+@dataclass(frozen=True, slots=True)
+class _Choice:
+    """How the tokens of a chunk were chosen.
+
+    Attributes:
+        tokens: int64 [B].
+        scaled: fp32 [B], logit / temperature of the token, relative to the likeliest that was allowed.
+        weights: fp32 [B, N, K], of the tokens kept; 0 at all others.
+        mass: float64 [B], the sums of these.
+        logits: fp32 [B, V], of all tokens.
+        is_limited: whether only some were allowed.
+    """
+
+    tokens: torch.Tensor
+    scaled: torch.Tensor
+    weights: torch.Tensor
+    mass: torch.Tensor
+    logits: torch.Tensor
+    is_limited: bool
+
+
+class _Sources:
+    """Gathers what the tokens of B rows were drawn from, chunk by chunk."""
+
+    def __init__(self, num_rows: int, device: torch.device) -> None:
+        self._logprobs_B = torch.zeros(num_rows, device=device)
+        self._counts_B = torch.zeros(num_rows, dtype=torch.int64, device=device)
+        self._rows: list[torch.Tensor] = []
+        self._ids: list[torch.Tensor] = []
+
+    def add(self, rows: torch.Tensor, kind: _Kind, choice: _Choice) -> None:
+        """Rows (int64) of one kind, in ascending order."""
+        self._rows.append(rows)
+        if kind is _Kind.GREEDY:
+            self._ids.append(choice.tokens.int())
+            self._counts_B[rows] = 1
+            return
+        self._logprobs_B[rows] = (choice.scaled - choice.mass.log()).float()
+        if kind is _Kind.FILTERED or choice.is_limited:
+            ids, self._counts_B[rows] = _kept(choice.weights, choice.logits)
+            self._ids.append(ids)
+
+    def gathered(self) -> SampledFrom:
+        """With the ids in the order of the rows."""
+        if not self._ids:
+            return SampledFrom(self._logprobs_B, self._counts_B.new_empty(0, dtype=torch.int32), self._counts_B)
+        ids, rows = torch.cat(self._ids), torch.cat(self._rows)
+        counts = self._counts_B[rows]
+        shift_B = torch.empty_like(self._counts_B)
+        shift_B[rows] = counts.cumsum(0) - counts  # where each row's ids begin, as they were added
+        shift_B -= self._counts_B.cumsum(0) - self._counts_B
+        at = torch.arange(len(ids), device=ids.device)
+        at += shift_B.repeat_interleave(self._counts_B, output_size=len(ids))
+        return SampledFrom(self._logprobs_B, ids[at], self._counts_B)
+
+
+def _kept(weights_BNK: torch.Tensor, logits_BV: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Ids of the tokens with weight (int32, row by row) and their number (int64 [B]); none and 0 where it is all."""
+    kept_BV = weights_BNK.flatten(1)[:, : logits_BV.shape[1]] > 0
+    counts_B = kept_BV.sum(-1)
+    counts_B.masked_fill_(counts_B == (logits_BV > -torch.inf).sum(-1), 0)
+    kept_BV &= (counts_B > 0)[:, None]
+    return kept_BV.nonzero()[:, 1].int(), counts_B
+
+
 def _draw_chunk(
-    logits_BV: torch.Tensor, kind: _Kind, rows: _Rows, allowed_BV: torch.Tensor | None = None
+    logits_BV: torch.Tensor,
+    kind: _Kind,
+    rows: _Rows,
+    allowed_BV: torch.Tensor | None = None,
+    on_drawn: Callable[[_Choice], None] | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Tokens (int64 [B]), log-probabilities (fp32 [B]) and the greatest logits (fp32 [B]) of fp32 rows.
 
-    The greatest logit is not finite where there is nothing to sample from.
+    The greatest logit is not finite where there is nothing to sample from. `on_drawn` is told what they come from.
     """
     vocabulary = logits_BV.shape[1]
     open_BV = logits_BV if allowed_BV is None else logits_BV.masked_fill(~allowed_BV, -torch.inf)
@@ -296,6 +392,10 @@ def _draw_chunk(
     chosen_B = logits_BV.gather(1, tokens_B[:, None])[:, 0]
     top_B, mass_B = (best_B, open_mass_B) if allowed_BV is None else _whole_mass(logits_BV, rows.temperature)
     logprobs_B = (chosen_B - top_B) / rows.temperature - mass_B.log()
+    if on_drawn:
+        scaled_B = (chosen_B - best_B) / rows.temperature
+        kept_mass_B = sums_BN.double().sum(-1)
+        on_drawn(_Choice(tokens_B, scaled_B, weights_BNK, kept_mass_B, logits_BV, allowed_BV is not None))
     return tokens_B, logprobs_B.float(), torch.where(top_B.isfinite(), best_B, top_B)
 
 

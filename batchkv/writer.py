@@ -14,6 +14,7 @@ import pyarrow as pa
 from batchkv.errors import RowError
 from batchkv.records import Record
 from batchkv.sampling_params import RowParams
+from batchkv.sampling_record import SamplingRecord
 from batchkv.sequence import SequenceTable
 from batchkv.stopping import cut
 from batchkv.wave import Wave
@@ -36,6 +37,7 @@ class Completion:
         stop_string: the stop string that ended it, if one did.
         is_greedy: bool [generated], whether greedy decoding would have taken the given token after those before it;
             None where nothing was given.
+        sampling: what the tokens were drawn from; None unless it was asked for.
     """
 
     token_ids: npt.NDArray[np.int32]
@@ -43,6 +45,7 @@ class Completion:
     finish_reason: Literal["stop", "length"]
     stop_string: str | None = None
     is_greedy: npt.NDArray[np.bool_] | None = None
+    sampling: SamplingRecord | None = None
 
 
 class Writer:
