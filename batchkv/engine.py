@@ -326,6 +326,7 @@ class Engine:
         progress: OnStep = no_step,
         grammars: Grammars | None = None,
         record_sampling: bool = False,
+        score_temperature: float = 1.0,
     ) -> list[Kept]:
         """Computes all outputs of a wave.
 
@@ -338,6 +339,7 @@ class Engine:
             progress: called after every step.
             grammars: of all constraints in the wave.
             record_sampling: whether completions tell what their tokens were drawn from (`Completion.sampling`).
+            score_temperature: what logits are divided by where given tokens are scored.
 
         Returns:
             What stays in the cache.
@@ -345,7 +347,7 @@ class Engine:
         with _launching_on(self.device), paged_attention_of(self.model):
             with metrics.timed("plan"):
                 executor = self._executor(
-                    prepared, runner, cache, on_ended, metrics, progress, grammars, record_sampling
+                    prepared, runner, cache, on_ended, metrics, progress, grammars, record_sampling, score_temperature
                 )
             try:
                 return executor.run()
@@ -394,6 +396,7 @@ class Engine:
         progress: OnStep,
         grammars: Grammars | None,
         record_sampling: bool,
+        score_temperature: float,
     ) -> Executor:
         wave, sequences = prepared.wave, prepared.plan.sequences
         params = [wave.params[request] for request in sequences.row.tolist()]
@@ -413,6 +416,7 @@ class Engine:
             cache=cache,
             matchers=Matchers(grammars, params) if grammars else None,
             record_sampling=record_sampling,
+            score_temperature=score_temperature,
         )
 
     @property

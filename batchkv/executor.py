@@ -90,6 +90,7 @@ class Executor:
         cache: what the plan goes on from; by default a new one.
         matchers: of sequences whose output is constrained, if there are any.
         record_sampling: completions tell what their tokens were drawn from, too.
+        score_temperature: what logits are divided by where given tokens are scored.
     """
 
     def __init__(
@@ -110,12 +111,14 @@ class Executor:
         cache: KVCache | None = None,
         matchers: Matchers | None = None,
         record_sampling: bool = False,
+        score_temperature: float = 1.0,
     ) -> None:
         self._runner, self._sampling, self._endings = runner, sampling, endings
         self._metrics, self._on_ended, self._progress = metrics, on_ended, progress
         self._plan, self._matchers = plan, matchers
         self._generated = GeneratedTokens(len(plan.sequences))
         self._sampling_records = SamplingRecords() if record_sampling else None
+        self._score_temperature = score_temperature
         self._score_table = build_score_table(plan.trie, plan.sequences, arena)
         self._scores = Scores(len(self._score_table))
         self._scheduler = Scheduler(
@@ -194,7 +197,9 @@ class Executor:
             allowed,
             with_source=self._sampling_records is not None,
         )
-        scored = score(launched.logits, step.scored_logits, self._score_table.target[step.scored])
+        scored = score(
+            launched.logits, step.scored_logits, self._score_table.target[step.scored], self._score_temperature
+        )
         results = HostCopies(sampled.token_ids, sampled.logprobs, sampled.is_valid, scored.logprobs, scored.is_greedy)
         drawn = _Drawn(step, sampled.token_ids, results, _copies(sampled.source))
         self._sampling_s += perf_counter() - started

@@ -200,8 +200,13 @@ class ScoredTokens:
 
 
 @torch.no_grad()
-def score(logits_LV: torch.Tensor, rows: npt.NDArray[np.int64], targets: npt.NDArray[np.integer[Any]]) -> ScoredTokens:
-    """Log-probabilities of given tokens at temperature 1: the bits that `sample` gives greedy rows with these tokens.
+def score(
+    logits_LV: torch.Tensor,
+    rows: npt.NDArray[np.int64],
+    targets: npt.NDArray[np.integer[Any]],
+    temperature: float = 1.0,
+) -> ScoredTokens:
+    """Log-probabilities of given tokens: the bits that `sample` gives rows of this temperature with these tokens.
 
     A token's result does not depend on the others.
 
@@ -209,6 +214,7 @@ def score(logits_LV: torch.Tensor, rows: npt.NDArray[np.int64], targets: npt.NDA
         logits_LV: fp32, bf16 or fp16 on any device. Not changed.
         rows: int64 [M], which of the L logits each token is scored with; each of them is worked on once.
         targets: int [M], the tokens, in the vocabulary.
+        temperature: what logits are divided by; at 1 they are those of greedy rows.
     """
     device = logits_LV.device
     if len(rows) == 0:
@@ -222,11 +228,12 @@ def score(logits_LV: torch.Tensor, rows: npt.NDArray[np.int64], targets: npt.NDA
         part = slice(start, start + step)
         logits_BV = _select(logits_LV, distinct[part])
         best_U[part], likeliest_U[part] = logits_BV.max(-1)  # documented to be the first of equals
-        weights_BNK = _weights(logits_BV, best_U[part], torch.ones_like(best_U[part]))
+        weights_BNK = _weights(logits_BV, best_U[part], torch.full_like(best_U[part], temperature))
         log_mass_U[part] = weights_BNK.sum(-1).double().sum(-1).log()
     rows_M, which_M, targets_M = (to_device(a.astype(np.int64), device) for a in (rows, which, targets))
     # where there is no distribution the weight of the greatest logit is NaN, and so is the mass
-    logprobs_M = logits_LV[rows_M, targets_M].float() - best_U[which_M] - log_mass_U[which_M]
+    scaled_M = (logits_LV[rows_M, targets_M].float() - best_U[which_M]) / temperature
+    logprobs_M = scaled_M - log_mass_U[which_M]
     return ScoredTokens(logprobs_M.float(), likeliest_U[which_M] == targets_M)
 
 

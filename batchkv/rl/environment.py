@@ -8,11 +8,11 @@ from typing import Any, TypeAlias
 
 import numpy as np
 
+from batchkv.engine import Engine
 from batchkv.errors import RowError, UserError
 from batchkv.io.prompts import Message
 from batchkv.rl.trajectory import Branch, Trajectory
 from batchkv.token_arena import TokenIds
-from batchkv.tokenization import continuation_ids
 from batchkv.turns import Turn as NextTurn
 from batchkv.turns import TurnTokenizer, end_token_of
 
@@ -22,24 +22,22 @@ class Turn:
     """A turn of the model that has ended.
 
     Attributes:
-        number: 0 for the first one of a sample.
-        token_ids: int32, what the model generated in it, the end token included.
-        text: the same as text without special tokens; None without a tokenizer.
-        trajectory: the sample with all turns so far.
+        trajectory: the sample with all turns so far; this one is its `last_turn`.
+        text: of this turn, without special tokens; None without a tokenizer.
     """
 
-    number: int
-    token_ids: TokenIds
-    text: str | None
     trajectory: Trajectory
+    text: str | None
 
     @property
-    def prompt_index(self) -> int:
-        return self.trajectory.prompt_index
+    def number(self) -> int:
+        """0 for the first one of a sample."""
+        return self.trajectory.turns - 1
 
     @property
-    def sample_index(self) -> int:
-        return self.trajectory.sample_index
+    def token_ids(self) -> TokenIds:
+        """int32, what the model generated in it, the end token included."""
+        return self.trajectory.last_turn
 
 
 # What the environment says: a text or token ids that follow the turn as they are, messages that go through the chat
@@ -49,71 +47,69 @@ Environment: TypeAlias = Callable[[Turn], Reply]
 
 
 class Replies:
-    """Makes the environment's replies tokens, each once, and puts them behind the samples.
+    """Asks the environment, and makes its replies tokens, each once.
 
     Args:
         environment: called for every turn that ended with `stop`.
-        tokenizer: of the policy, with its chat template.
-        end_token_ids: of the policy.
-        context_length: most tokens of a sample; None if there is no limit.
+        engine: of the policy: its tokenizer, chat template and limits.
+        max_turns: of a sample; after the last one the environment is not asked.
     """
 
-    def __init__(
-        self,
-        environment: Environment,
-        tokenizer: Any,
-        end_token_ids: Sequence[int],
-        context_length: int | None,
-    ) -> None:
-        self._environment, self._tokenizer = environment, tokenizer
-        self._end_token_ids, self._context_length = end_token_ids, context_length
-        self._turns = TurnTokenizer(tokenizer) if tokenizer is not None else None
+    def __init__(self, environment: Environment, engine: Engine, max_turns: int) -> None:
+        self._environment, self._engine, self._max_turns = environment, engine, max_turns
+        self._limits = engine.prompt_limits
+        self._turns = TurnTokenizer(engine.tokenizer) if engine.tokenizer is not None else None
 
-    def behind(
-        self,
-        number: int,
-        ended: Sequence[Trajectory],
-        lengths: Sequence[int],
-        texts: Sequence[str | None],
-        version: int,
-    ) -> tuple[list[Branch], list[Trajectory]]:
+    def behind(self, ended: Sequence[Trajectory], version: int) -> tuple[list[Branch], list[Trajectory]]:
         """The samples that go on, with the reply behind them, and those that are done.
 
         Args:
-            number: of the turn that ended.
-            ended: the samples.
-            lengths: tokens that the turn gave each.
-            texts: of these tokens.
+            ended: the samples, after a turn.
             version: of the weights.
 
         Raises:
             UserError: a reply is none; names the sample.
         """
         going, done = list[Branch](), list[Trajectory]()
-        for trajectory, length, text in zip(ended, lengths, texts, strict=True):
-            reply = None
-            if trajectory.finish_reason == "stop":
-                turn = Turn(number, trajectory.token_ids[len(trajectory) - length :], text, trajectory)
-                reply = self._environment(turn)
+        texts = self._engine.detokenize([trajectory.last_turn for trajectory in ended])
+        for trajectory, text in zip(ended, texts, strict=True):
+            reply = self._asked(trajectory, text)
             if reply is None:
                 done.append(trajectory)
-                continue
-            longer = trajectory.with_reply(self._token_ids(reply, trajectory), version)
-            if self._context_length is not None and len(longer.all_token_ids) >= self._context_length:
+            elif self._is_too_long(longer := trajectory.with_reply(self._token_ids(reply, trajectory), version)):
                 done.append(replace(trajectory, finish_reason="length"))
             else:
                 going.append(Branch(longer, (trajectory.sample_index,)))
         return going, done
 
+    def _asked(self, trajectory: Trajectory, text: str | None) -> Reply:
+        if trajectory.finish_reason != "stop" or trajectory.turns >= self._max_turns:
+            return None
+        return self._environment(Turn(trajectory, text))
+
+    def _is_too_long(self, trajectory: Trajectory) -> bool:
+        """Whether nothing can be generated behind it."""
+        longest = self._limits.context_length
+        return longest is not None and len(trajectory.all_token_ids) >= longest
+
     def _token_ids(self, reply: Any, trajectory: Trajectory) -> TokenIds:
         where = f"the environment's reply to sample {trajectory.sample_index} of prompt {trajectory.prompt_index}"
-        if isinstance(reply, str):
-            return continuation_ids([reply], self._tokenizer)[0]
-        if len(reply) and isinstance(reply[0], dict):
-            if self._turns is None:
-                raise UserError(f"{where} is messages, but there is no tokenizer: give token ids, or a tokenizer")
-            found = self._turns.token_ids([NextTurn(reply, end_token_of(trajectory.token_ids, self._end_token_ids))])[0]
-            if isinstance(found, RowError):
-                raise UserError(f"{where}: {found.message}")
-            return found
-        return np.asarray(reply, np.int32)
+        if not isinstance(reply, (str, list, tuple, np.ndarray)):
+            raise UserError(f"{where} is {type(reply).__name__}, must be text, messages, token ids or None")
+        if not len(reply):
+            raise UserError(f"{where} is empty: return None where the sample is done")
+        if isinstance(reply, str) or isinstance(reply[0], dict):
+            return self._tokenized(reply, trajectory, where)
+        ids = np.asarray(reply)
+        if ids.ndim != 1 or ids.dtype.kind not in "iu" or not (ids.min() >= 0 and ids.max() < self._limits.vocab_size):
+            raise UserError(f"{where} must be token ids from 0 to {self._limits.vocab_size - 1}")
+        return ids.astype(np.int32)
+
+    def _tokenized(self, reply: Any, trajectory: Trajectory, where: str) -> TokenIds:
+        if self._turns is None:
+            raise UserError(f"{where} is no token ids, but there is no tokenizer: pass tokenizer=")
+        end = None if isinstance(reply, str) else end_token_of(trajectory.token_ids, self._engine.end_token_ids)
+        [found] = self._turns.token_ids([NextTurn(reply, end)])
+        if isinstance(found, RowError):
+            raise UserError(f"{where}: {found.message}")
+        return found

@@ -11,6 +11,7 @@ import numpy.typing as npt
 from batchkv.conversation_kv import ConversationKV
 from batchkv.engine import Engine
 from batchkv.errors import RowError, UserError
+from batchkv.executor import OnEnded
 from batchkv.job_plan import Plan
 from batchkv.metrics import RunMetrics
 from batchkv.preparation import PreparedWave, prepare_wave
@@ -81,8 +82,24 @@ def grow(
         kv.keep(prepared, kept, draw.goes_on)
         kv.expect(expected, ended.token_ids)
     else:
-        _execute_alone(engine, prepared, ended, metrics)
+        execute_alone(engine, prepared, ended.note, metrics)
     return ended.trajectories(draw.weight_version), prepared.plan
+
+
+def with_room(branches: Sequence[Branch], context_length: int | None) -> tuple[list[Branch], list[Trajectory]]:
+    """The branches that can grow, and the samples of those that fill the context: these end with it, `length`."""
+    is_full = [
+        context_length is not None and len(branch.trunk) > 0 and len(branch.trunk.all_token_ids) >= context_length
+        for branch in branches
+    ]
+    going = [branch for branch, full in zip(branches, is_full, strict=True) if not full]
+    ended = [
+        replace(branch.trunk, sample_index=sample, finish_reason="length")
+        for branch, full in zip(branches, is_full, strict=True)
+        if full
+        for sample in branch.samples
+    ]
+    return going, ended
 
 
 def _wave_of(branches: Sequence[Branch], draw: Draw) -> Wave:
@@ -105,15 +122,22 @@ def _wave_of(branches: Sequence[Branch], draw: Draw) -> Wave:
 def _stream(branch: Branch, step: int) -> str:
     """Names the random numbers of a branch. Those of later turns and of forks are others than those of the first."""
     trunk = branch.trunk
-    return f"{step}/{trunk.row}/{trunk.forked_from}/{len(trunk)}" if len(trunk) else f"{step}/{trunk.row}"
+    is_first = not len(trunk) and trunk.forked_from < 0
+    return f"{step}/{trunk.row}" if is_first else f"{step}/{trunk.row}/{trunk.forked_from}/{len(trunk)}"
 
 
-def _execute_alone(engine: Engine, prepared: PreparedWave, ended: _Ended, metrics: RunMetrics) -> None:
-    """In a pool that is made for it."""
+def execute_alone(
+    engine: Engine,
+    prepared: PreparedWave,
+    on_ended: OnEnded,
+    metrics: RunMetrics,
+    score_temperature: float = 1.0,
+) -> None:
+    """Computes a wave in a pool that is made for it; arguments as of `Engine.execute`."""
     memory = prepared.plan.memory
     runner = engine.new_runner(memory.pool_pages, memory.page_size)
     try:
-        engine.execute(prepared, runner, None, ended.note, metrics)
+        engine.execute(prepared, runner, None, on_ended, metrics, score_temperature=score_temperature)
     finally:
         runner.release()
 

@@ -14,6 +14,8 @@ import pyarrow.compute as pc
 
 from batchkv.rl import exports
 from batchkv.rl.ragged import Ragged
+from batchkv.rl.token_tree import TokenTree
+from batchkv.rl.trajectory import Branch, Trajectory, trajectory_of
 
 if TYPE_CHECKING:
     import torch
@@ -133,6 +135,34 @@ class RolloutBatch:
     def truncated(self) -> npt.NDArray[np.bool_]:
         """Which samples were cut off: bool [rows]."""
         return np.asarray(self.table["truncated"].to_numpy(), dtype=np.bool_)
+
+    def trajectory(self, row: int) -> Trajectory:
+        """A row of the batch. It must be of a rollout: tables from elsewhere lack columns."""
+        return trajectory_of(self.table, row)
+
+    def fork(self, sample: int, at_token: int, n: int) -> Branch:
+        """New samples that have the first tokens of one in common, to stand among the prompts of a rollout.
+
+        Args:
+            sample: row of the batch.
+            at_token: the token behind the prompt that is drawn anew, one of the model's.
+            n: how many.
+
+        Raises:
+            ValueError: there is no such token, or it is not the model's.
+        """
+        return self.trajectory(sample).fork(at_token, range(n))
+
+    def unfinished(self) -> list[Branch]:
+        """The samples that were cut off, to stand among the prompts of a later rollout: they go on where they were, and
+        keep their logprobs and the weight versions of their tokens.
+        """
+        cut = [self.trajectory(row) for row in np.flatnonzero(self.truncated).tolist()]
+        return [Branch(trajectory, (trajectory.sample_index,)) for trajectory in cut]
+
+    def tree(self) -> TokenTree:
+        """The trie of all samples, for training over it."""
+        return TokenTree.of(self)
 
     def to_padded(self) -> dict[str, torch.Tensor]:
         """Plain padded tensors: see `exports.to_padded`."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from time import perf_counter
 from types import TracebackType
 from typing import Any
@@ -15,13 +16,28 @@ from batchkv.errors import UserError
 from batchkv.fingerprint import model_fingerprint
 from batchkv.job_plan import PlanTotals
 from batchkv.metrics import RunMetrics
+from batchkv.rl.branching import Branching, Forks
 from batchkv.rl.environment import Environment, Replies
-from batchkv.rl.generation import Draw, grow
+from batchkv.rl.generation import Draw, grow, with_room
 from batchkv.rl.policy import left_as_it_was, unwrap
 from batchkv.rl.prompts import read_branches
 from batchkv.rl.rollout_batch import RolloutBatch
-from batchkv.rl.trajectory import Branch, Trajectory, as_table
+from batchkv.rl.trajectory import Trajectory, as_table
 from batchkv.sampling_params import SamplingParams
+
+
+@dataclass(frozen=True, slots=True)
+class Course:
+    """What happens to samples when a turn of them has ended; attributes as of `batchkv.rollout`."""
+
+    environment: Environment | None = None
+    max_turns: int = 16
+    branching: Branching | None = None
+
+    @property
+    def goes_on(self) -> bool:
+        """Whether something may follow the first turn."""
+        return self.environment is not None or self.branching is not None
 
 
 class Session:
@@ -87,6 +103,7 @@ class Session:
         rows: Sequence[int] | None = None,
         environment: Environment | None = None,
         max_turns: int = 16,
+        branching: Branching | None = None,
     ) -> RolloutBatch:
         """Samples of every prompt; arguments and errors as of `batchkv.rollout`.
 
@@ -96,9 +113,10 @@ class Session:
         self._check_weights()
         self._kv = self._kv or new_kv(self.engine)
         params = _params(n, max_tokens, temperature, top_p, top_k, min_p, stop_token_ids, seed)
-        draw = Draw(params, step, self.weight_version, may_go_on=environment is not None)
+        course = Course(environment, max_turns, branching)
+        draw = Draw(params, step, self.weight_version, may_go_on=course.goes_on)
         try:
-            return roll_out(self.engine, prompts, draw, rows, self._kv, environment, max_turns)
+            return roll_out(self.engine, prompts, draw, rows, self._kv, course)
         except BaseException:
             self.close()  # what is in the cache is not known
             raise
@@ -130,6 +148,7 @@ def rollout(
     rows: Sequence[int] | None = None,
     environment: Environment | None = None,
     max_turns: int = 16,
+    branching: Branching | None = None,
     **config: Any,
 ) -> RolloutBatch:
     """Samples of every prompt, by a policy that may be in training. It is used in place and left as it was.
@@ -153,6 +172,8 @@ def rollout(
             the model goes on: a text or token ids, as they are, or messages, by the chat template. None: the sample is
             done.
         max_turns: most turns of the model in a sample.
+        branching: called for every sample that is done, forks too; returns (token, samples) pairs: so many new samples
+            of the prompt go another way from before that token on. The tree ends where it returns nothing.
         config: fields of `EngineConfig`.
 
     Returns:
@@ -163,11 +184,12 @@ def rollout(
         ValueError: a parameter is out of range.
     """
     params = _params(n, max_tokens, temperature, top_p, top_k, min_p, stop_token_ids, seed)
-    draw = Draw(params, step, weight_version=step, may_go_on=environment is not None)
+    course = Course(environment, max_turns, branching)
+    draw = Draw(params, step, weight_version=step, may_go_on=course.goes_on)
     with Session(policy, tokenizer, **config) as session:
-        kv = new_kv(session.engine) if environment is not None else None
+        kv = new_kv(session.engine) if course.goes_on else None
         try:
-            return roll_out(session.engine, prompts, draw, rows, kv, environment, max_turns)
+            return roll_out(session.engine, prompts, draw, rows, kv, course)
         finally:
             if kv is not None:
                 kv.release()
@@ -210,34 +232,33 @@ def roll_out(
     draw: Draw,
     rows: Sequence[int] | None,
     kv: ConversationKV | None,
-    environment: Environment | None,
-    max_turns: int,
+    course: Course,
 ) -> RolloutBatch:
-    """Turn by turn, until all samples are done."""
+    """Wave by wave, until all samples are done: a turn of those that go on, and the forks of those that are done."""
     metrics, totals, started = RunMetrics(), PlanTotals(), perf_counter()
     with left_as_it_was(engine.model):
         with metrics.timed("tokenize"):
-            limits = engine.prompt_limits
-            branches = read_branches(prompts, draw.params.n, rows, engine.tokenizer, limits)
-        replies = (
-            Replies(environment, engine.tokenizer, engine.end_token_ids, limits.context_length)
-            if environment is not None
-            else None
-        )
+            branches = read_branches(prompts, draw.params.n, rows, engine.tokenizer, engine.prompt_limits)
+        replies = Replies(course.environment, engine, course.max_turns) if course.environment else None
+        forks = Forks(course.branching, branches)
         done: list[Trajectory] = []
-        for turn in range(max_turns):
+        while branches:
+            branches, full = with_room(branches, engine.prompt_limits.context_length)
+            done += full
             if not branches:
                 break
             grown, plan = grow(engine, branches, draw, metrics, kv)
             totals = totals.plus(plan)
-            branches, ended = _after_turn(engine, branches, grown, replies, turn, max_turns, draw.weight_version)
-            done += ended
+            ended = [sample for samples in grown for sample in samples]
+            branches, finished = replies.behind(ended, draw.weight_version) if replies else ([], ended)
+            branches += forks.of(finished)
+            done += finished
     metrics.elapsed_s = perf_counter() - started
     done.sort(key=lambda one: (one.prompt_index, one.sample_index))
     return RolloutBatch(
         as_table(done, draw.params.seed),
         _pad_token_id(engine),
-        draw.params.temperature or 1.0,  # of greedy samples
+        draw.params.temperature or 1.0,
         _summary(len(prompts), len(done), totals, metrics),
     )
 
@@ -258,21 +279,3 @@ def _pad_token_id(engine: Engine) -> int:
     """The tokenizer's, else the config's, else an end token, else 0: masks never come from it."""
     found = (getattr(engine.tokenizer, "pad_token_id", None), getattr(engine.model.config, "pad_token_id", None))
     return next((int(one) for one in (*found, *engine.end_token_ids) if isinstance(one, int) and one >= 0), 0)
-
-
-def _after_turn(
-    engine: Engine,
-    branches: Sequence[Branch],
-    grown: Sequence[Sequence[Trajectory]],
-    replies: Replies | None,
-    turn: int,
-    max_turns: int,
-    version: int,
-) -> tuple[list[Branch], list[Trajectory]]:
-    """The samples that go on, and those that are done."""
-    ended = [sample for samples in grown for sample in samples]
-    if replies is None or turn + 1 == max_turns:
-        return [], ended
-    lengths = [len(one) - len(b.trunk) for b, samples in zip(branches, grown, strict=True) for one in samples]
-    texts = engine.detokenize([one.token_ids[len(one) - n :] for one, n in zip(ended, lengths, strict=True)])
-    return replies.behind(turn, ended, lengths, texts, version)

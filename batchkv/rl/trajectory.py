@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -79,6 +79,34 @@ class Trajectory:
             weight_versions=self.weight_versions[:count],
         )
 
+    @property
+    def turns(self) -> int:
+        """How many times the model has spoken."""
+        return int((np.diff(self.env_mask, prepend=np.int8(0)) == 1).sum())
+
+    @property
+    def last_turn(self) -> TokenIds:
+        """int32, the model's tokens behind all of the environment's."""
+        environments = np.flatnonzero(self.env_mask == 0)
+        return self.token_ids[int(environments[-1]) + 1 if len(environments) else 0 :]
+
+    def fork(self, at_token: int, samples: Iterable[int]) -> Branch:
+        """New samples that have the first `at_token` tokens behind the prompt in common with this one.
+
+        Args:
+            at_token: the token that is drawn anew, one of the model's.
+            samples: the index of each.
+
+        Raises:
+            ValueError: there is no such token, or it is not the model's.
+        """
+        if not 0 <= at_token < len(self):
+            raise ValueError(f"at_token {at_token} must be one of the sample's {len(self)} tokens, from 0")
+        if not self.env_mask[at_token]:
+            raise ValueError(f"at_token {at_token} is a token of the environment, must be one of the model's")
+        trunk = replace(self.first(at_token), forked_from=self.sample_index, forked_at=at_token, num_cached_tokens=0)
+        return Branch(trunk, tuple(samples))
+
     def with_completion(self, completion: Completion, weight_version: int) -> Trajectory:
         """What the model generated is behind it."""
         longer = self._with(completion.token_ids, completion.logprobs, 1, weight_version)
@@ -123,6 +151,28 @@ class Branch:
         if not len(self.trunk):
             trunk = replace(trunk, num_cached_tokens=num_cached)
         return trunk.with_completion(completion, weight_version)
+
+
+def trajectory_of(table: pa.Table, row: int) -> Trajectory:
+    """A row of what `as_table` gives."""
+
+    def numbers(name: str, dtype: npt.DTypeLike) -> npt.NDArray[Any]:
+        return np.asarray(table[name][row].values.to_numpy(zero_copy_only=False), dtype)
+
+    return Trajectory(
+        prompt_index=table["prompt_index"][row].as_py(),
+        row=table["row"][row].as_py(),
+        sample_index=table["sample_index"][row].as_py(),
+        prompt_token_ids=numbers("prompt_token_ids", np.int32),
+        token_ids=numbers("token_ids", np.int32),
+        logprobs=numbers("logprobs", np.float32),
+        env_mask=numbers("env_mask", np.int8),
+        weight_versions=numbers("token_versions", np.int64),
+        finish_reason=table["finish_reason"][row].as_py(),
+        num_cached_tokens=table["num_cached_tokens"][row].as_py(),
+        forked_from=table["forked_from"][row].as_py(),
+        forked_at=table["forked_at"][row].as_py(),
+    )
 
 
 def as_table(trajectories: Sequence[Trajectory], seed: int) -> pa.Table:

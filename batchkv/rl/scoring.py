@@ -1,0 +1,69 @@
+"""Log-probabilities of a rollout under another model: the reference, the policy before an update."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from torch import nn
+
+from batchkv.engine import Engine
+from batchkv.errors import RowError, UserError
+from batchkv.metrics import RunMetrics
+from batchkv.preparation import prepare_wave
+from batchkv.rl.generation import execute_alone
+from batchkv.rl.policy import left_as_it_was, unwrap
+from batchkv.rl.ragged import Ragged
+from batchkv.rl.rollout_batch import RolloutBatch
+from batchkv.sampling_params import RowParams
+from batchkv.scoring import SCORING, split_last_tokens
+from batchkv.token_arena import TokenArena
+from batchkv.wave import Wave
+from batchkv.waves import NOTHING
+from batchkv.writer import Completion
+
+
+def score(policy: nn.Module | Engine, batch: RolloutBatch, **config: Any) -> Ragged:
+    """Log-probabilities of a batch's tokens under a model, in place. What samples have in common is computed once:
+    each prompt, and what forks have taken over.
+
+    Args:
+        policy: as of `batchkv.rollout`.
+        batch: the samples, and their temperature.
+        config: fields of `EngineConfig`, for a module.
+
+    Returns:
+        float32, a list for each row, as long as its `token_ids`, under softmax(logits / temperature); 0 where
+        `env_mask` is 0.
+
+    Raises:
+        UserError: the model cannot be run in place, a row is too long for it, or it gives no probabilities.
+    """
+    engine = policy if isinstance(policy, Engine) else Engine(unwrap(policy), **config)
+    values = np.zeros(len(batch.completions.values), np.float32)
+    offsets, mask = batch.completions.offsets, batch.env_mask.values
+    rows = np.flatnonzero(batch.completions.lengths)
+    found: dict[int, Completion | RowError] = {}
+    if len(rows):
+        prepared = prepare_wave(_wave_of(batch, rows), NOTHING, engine.layout, engine.limits())
+        for request, error in prepared.errors.items():
+            raise UserError(f"row {rows[request]}: {error.message}")
+        with left_as_it_was(engine.model):
+            execute_alone(engine, prepared, lambda ended: found.update(ended), RunMetrics(), batch.temperature)
+        sequences = prepared.plan.sequences.output_sequence.tolist()
+        for row, sequence in zip(rows.tolist(), sequences, strict=True):
+            scores = found[sequence]
+            if isinstance(scores, RowError):
+                raise UserError(f"row {row}: {scores.message}")
+            values[offsets[row] : offsets[row + 1]] = scores.logprobs
+    return Ragged(np.where(mask == 1, values, np.float32(0)), offsets)
+
+
+def _wave_of(batch: RolloutBatch, rows: np.ndarray[Any, np.dtype[np.int64]]) -> Wave:
+    """A request to score for each row that has tokens."""
+    prompts, completions = batch.prompts, batch.completions
+    whole = prompts.then(completions)
+    tokens = whole.values.astype(np.int32)
+    arena = TokenArena.from_rows([tokens[whole.offsets[row] : whole.offsets[row + 1]] for row in rows.tolist()])
+    shorter, scored = split_last_tokens(arena, prompts.lengths[rows])
+    return Wave.of(shorter, RowParams.of([SCORING] * len(rows)), scored)

@@ -1,0 +1,294 @@
+"""Samples that go on: turns with an environment, forks, what was cut off; and what is made of finished ones."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+from transformers import PreTrainedModel
+
+import batchkv
+from batchkv.errors import UserError
+from batchkv.rl.environment import Turn
+from batchkv.rl.rollout_batch import RolloutBatch
+from batchkv.rl.scoring import score
+from batchkv.rl.session import Session, rollout
+from batchkv.rl.trajectory import Trajectory
+from tests.parity.test_rollout import SMALL, assert_own_logprobs, assert_same, own_logprobs, prompts, samples
+from tests.tiny_models import FAMILIES, tiny_tokenizer
+
+ENDS = list(range(6, 20))  # so that some turns end soon
+FAMILY = pytest.mark.parametrize("family", ["llama", "gemma2"])
+
+
+def cells(batch: RolloutBatch, name: str) -> list[Any]:
+    found: list[Any] = batch.table[name].to_pylist()
+    return found
+
+
+def answers(turn: Turn) -> list[int] | None:
+    """Two tokens that tell which sample and turn it is, twice."""
+    return [20 + turn.trajectory.sample_index, 40 + turn.number] if turn.number < 2 else None
+
+
+class TestTurns:
+    @FAMILY
+    def test_replies_are_spliced_masked_and_gone_on_from(self, family: str) -> None:
+        model = FAMILIES[family]()
+        batch = rollout(model, prompts(3), n=4, stop_token_ids=ENDS, environment=answers, **SMALL)
+        turns = []
+        for sample, ids, mask, logprobs in zip(
+            *(cells(batch, name) for name in ("sample_index", "token_ids", "env_mask", "logprobs")), strict=True
+        ):
+            replies = [i for i, is_models in enumerate(mask) if not is_models]
+            assert [ids[i] for i in replies] == [20 + sample, 40, 20 + sample, 41][: len(replies)]
+            assert all(ids[first - 1] in ENDS for first in replies[::2])
+            assert all(logprobs[i] == 0 for i in replies)
+            turns.append(1 + len(replies) // 2)
+        assert {1, 3} <= set(turns)  # some run to the length of their first turn
+        assert_own_logprobs(model, batch)
+
+    @FAMILY
+    def test_the_conversation_stays_in_the_cache(self, family: str) -> None:
+        model = FAMILIES[family]()
+        batch = rollout(model, prompts(2), n=4, stop_token_ids=ENDS, environment=answers, **SMALL)
+        replies = sum(mask.count(0) for mask in cells(batch, "env_mask"))
+        again = replies // 2  # the token that ended each turn was never run
+        assert batch.summary["prefill_tokens"] == 15 + 2 * 15 + replies + again
+
+    @FAMILY
+    def test_the_same_samples_with_little_memory_and_small_batches(self, family: str) -> None:
+        model = FAMILIES[family]()
+        options: dict[str, Any] = {"n": 4, "stop_token_ids": ENDS, "environment": answers, **SMALL}
+        whole = rollout(model, prompts(4), **options)
+        layout = batchkv.Engine(model).layout
+        for config in (
+            {"max_batch_rows": 3},
+            {"kv_memory": 140 * layout.bytes_per_token, "page_size": 4},
+            {"no_prefix_sharing": True},
+        ):
+            assert_same(samples(rollout(model, prompts(4), **options, **config)), samples(whole))
+        order = [2, 0, 3, 1]
+        shuffled = rollout(model, [prompts(4)[i] for i in order], rows=order, **options)
+        assert_same(samples(shuffled), samples(whole))
+
+    def test_text_and_messages_go_through_the_tokenizer_once(self) -> None:
+        tokenizer: Any = tiny_tokenizer()
+        model = FAMILIES["llama"]()
+        chat = [{"role": "user", "content": "the thing"}]
+        said: list[str | None] = []
+
+        def environment(turn: Turn) -> Any:
+            said.append(turn.text)
+            return [" and you", [{"role": "user", "content": "again"}], None][turn.number]
+
+        options: dict[str, Any] = {"n": 2, "tokenizer": tokenizer, "stop_token_ids": ENDS, **SMALL, "max_tokens": 60}
+        batch = rollout(model, [chat], environment=environment, **options)
+        ids, mask = cells(batch, "token_ids")[0], cells(batch, "env_mask")[0]
+        reply = "".join(tokenizer.decode([token]) for token, is_models in zip(ids, mask, strict=True) if not is_models)
+        assert reply.startswith(" and you")
+        assert "user\nagain" in reply
+        assert reply.endswith("assistant\n")
+        own = [token for token, is_models in zip(ids, mask, strict=True) if is_models]
+        assert any(text == tokenizer.decode(own, skip_special_tokens=True)[: len(text)] for text in said if text)
+
+    def test_max_turns_ends_a_conversation_that_would_not_end(self) -> None:
+        batch = rollout(
+            FAMILIES["llama"](),
+            prompts(2),
+            n=2,
+            stop_token_ids=ENDS,
+            environment=lambda turn: [50],
+            max_turns=3,
+            **SMALL,
+        )
+        assert max(mask.count(0) for mask in cells(batch, "env_mask")) == 2
+
+    @pytest.mark.parametrize(
+        ("reply", "says"),
+        [
+            ([], "is empty"),
+            ([500], "token ids from 0 to 127"),
+            (5, "must be text"),
+            ("x", "pass tokenizer="),
+            ([0.5], "ids"),
+        ],
+    )
+    def test_what_is_no_reply_is_named(self, reply: Any, says: str) -> None:
+        with pytest.raises(UserError, match=f"sample . of prompt .*{says}"):
+            rollout(FAMILIES["llama"](), prompts(2), n=2, stop_token_ids=ENDS, environment=lambda turn: reply, **SMALL)
+
+    def test_conversations_end_with_the_context(self) -> None:
+        model = FAMILIES["llama"]()
+        batch = rollout(model, prompts(2), n=2, stop_token_ids=ENDS, environment=lambda turn: [50] * 300, **SMALL)
+        for ids, mask, reason in zip(
+            *(cells(batch, c) for c in ("token_ids", "env_mask", "finish_reason")), strict=True
+        ):
+            assert 30 + len(ids) <= 512
+            assert mask[-1] == 1
+            assert reason == "length"
+
+
+class TestForks:
+    @FAMILY
+    def test_forks_have_the_first_tokens_in_common_and_go_their_own_ways(self, family: str) -> None:
+        model = FAMILIES[family]()
+        first = rollout(model, prompts(2), n=2, **SMALL)
+        batch = rollout(model, [first.fork(3, 5, 4), *prompts(1)], n=2, **SMALL)
+        trunk, rows = cells(first, "token_ids")[3], cells(batch, "token_ids")
+        assert [ids[:5] for ids in rows[:4]] == [trunk[:5]] * 4
+        assert len({tuple(ids) for ids in rows[:4]}) == 4
+        assert cells(batch, "forked_from") == [1, 1, 1, 1, -1, -1]
+        assert cells(batch, "forked_at") == [5, 5, 5, 5, 0, 0]
+        assert cells(batch, "row") == [1, 1, 1, 1, 0, 0] or cells(batch, "row")[:4] == [1] * 4
+        assert_own_logprobs(model, batch)
+
+    def test_a_fork_at_the_first_token_is_another_sample(self) -> None:
+        model = FAMILIES["llama"]()
+        first = rollout(model, prompts(1), n=2, **SMALL)
+        again = rollout(model, [first.fork(0, 0, 2)], **SMALL)
+        assert not set(map(tuple, cells(first, "token_ids"))) & set(map(tuple, cells(again, "token_ids")))
+
+    @pytest.mark.parametrize("at_token", [-1, 12])
+    def test_there_has_to_be_a_token(self, at_token: int) -> None:
+        batch = rollout(FAMILIES["llama"](), prompts(1), n=1, **SMALL)
+        with pytest.raises(ValueError, match=f"at_token {at_token} "):
+            batch.fork(0, at_token, 2)
+
+    def test_tokens_of_an_environment_are_not_forked(self) -> None:
+        batch = rollout(FAMILIES["llama"](), prompts(2), n=4, stop_token_ids=ENDS, environment=answers, **SMALL)
+        row = next(row for row, mask in enumerate(cells(batch, "env_mask")) if 0 in mask)
+        with pytest.raises(ValueError, match="environment"):
+            batch.fork(row, cells(batch, "env_mask")[row].index(0), 2)
+
+    @FAMILY
+    def test_a_hook_grows_a_tree_in_one_call(self, family: str) -> None:
+        """By the least likely token, as a stand-in for the entropy."""
+        model = FAMILIES[family]()
+
+        def branching(trajectory: Trajectory) -> list[tuple[int, int]]:
+            if trajectory.forked_from >= 0:
+                return []
+            return [(int(trajectory.logprobs.argmin()), 2)]
+
+        batch = rollout(model, prompts(2), n=3, branching=branching, **SMALL)
+        assert cells(batch, "sample_index") == [*range(9)] * 2
+        assert cells(batch, "forked_from") == [-1, -1, -1, 0, 0, 1, 1, 2, 2] * 2
+        ids, at = cells(batch, "token_ids"), cells(batch, "forked_at")
+        for row, source in enumerate(cells(batch, "forked_from")):
+            if source >= 0:
+                assert ids[row][: at[row]] == ids[row // 9 * 9 + source][: at[row]]
+        assert len({tuple(row) for row in ids}) == 18
+        assert_own_logprobs(model, batch)
+        if family == "llama":  # behind windows KV is there for the ends of sequences alone
+            assert batch.summary["prefill_tokens"] == 45 + 6  # the last token before each fork, for its logits
+
+
+class TestUnfinished:
+    @FAMILY
+    def test_samples_that_were_cut_off_go_on_with_their_versions(self, family: str) -> None:
+        model = FAMILIES[family]()
+        first = rollout(model, prompts(2), n=3, stop_token_ids=ENDS, **SMALL, step=4)
+        batch = rollout(model, [*first.unfinished(), prompts(3)[2]], n=1, stop_token_ids=ENDS, **SMALL, step=5)
+        cut = [row for row, is_cut in enumerate(cells(first, "truncated")) if is_cut]
+        assert cut
+        for place, row in enumerate(cut):
+            ids, versions = cells(batch, "token_ids")[place], cells(batch, "token_versions")[place]
+            assert ids[:12] == cells(first, "token_ids")[row]
+            assert cells(batch, "logprobs")[place][:12] == cells(first, "logprobs")[row]
+            assert versions == [4] * 12 + [5] * (len(ids) - 12)
+            assert len(ids) > 12
+            assert cells(batch, "sample_index")[place] == cells(first, "sample_index")[row]
+        assert set(cells(batch, "weight_version")) == {5}
+        assert_own_logprobs(model, batch)
+
+    def test_a_sample_that_fills_the_context_stays_as_it_is(self) -> None:
+        model = FAMILIES["llama"]()
+        first = rollout(model, [[50] * 500], n=2, **SMALL)
+        again = rollout(model, first.unfinished(), **SMALL)
+        assert cells(again, "token_ids") == cells(first, "token_ids")
+        assert cells(again, "finish_reason") == ["length"] * 2
+
+
+class TestTree:
+    def test_what_samples_share_stands_there_once(self) -> None:
+        model = FAMILIES["llama"]()
+        first = rollout(model, prompts(3), n=4, **SMALL)
+        batch = rollout(model, [*prompts(3), first.fork(5, 6, 3)], n=4, **SMALL)
+        tree = batch.tree()
+        rows = [p + ids for p, ids in zip(cells(batch, "prompt_token_ids"), cells(batch, "token_ids"), strict=True)]
+        prefixes = {tuple(row[:end]) for row in rows for end in range(1, len(row) + 1)}
+        assert len(tree.token_ids) == len(prefixes)
+        own = [[0.0] * 30 + row for row in cells(batch, "logprobs")]
+        for row, whole in enumerate(rows):
+            assert tree.sequence(row).tolist() == whole
+            nodes = tree.path(int(tree.leaf[row]))
+            at = np.concatenate([np.arange(tree.offsets[i], tree.offsets[i + 1]) for i in nodes])
+            assert tree.is_models[at].tolist() == [False] * 30 + [True] * (len(whole) - 30)
+            np.testing.assert_allclose(tree.logprobs[at], own[row], atol=1e-6)
+            starts = np.cumsum([0, *(tree.offsets[i + 1] - tree.offsets[i] for i in nodes)])
+            assert tree.start[nodes].tolist() == starts[:-1].tolist()
+        assert (tree.parent < np.arange(tree.num_nodes)).all()
+
+
+class TestScore:
+    @FAMILY
+    @pytest.mark.parametrize("temperature", [1.0, 0.6])
+    def test_under_another_model_prompts_are_computed_once(self, family: str, temperature: float) -> None:
+        batch = rollout(
+            FAMILIES[family](),
+            prompts(3),
+            n=4,
+            temperature=temperature,
+            stop_token_ids=ENDS,
+            environment=answers,
+            **SMALL,
+        )
+        other = FAMILIES[family]()
+        for parameter in other.parameters():
+            parameter.data *= 1.1
+        found = score(other, batch)
+        names = ("prompt_token_ids", "token_ids", "env_mask")
+        for row, (prompt, ids, mask) in enumerate(zip(*(cells(batch, name) for name in names), strict=True)):
+            expected = own_logprobs(other, prompt, ids, temperature) * np.array(mask)
+            np.testing.assert_allclose(found.values[found.offsets[row] : found.offsets[row + 1]], expected, atol=1e-4)
+
+    def test_the_policy_itself_scores_what_it_drew(self) -> None:
+        model = FAMILIES["llama"]()
+        batch = rollout(model, prompts(3), n=4, temperature=0.6, **SMALL)
+        np.testing.assert_allclose(score(model, batch).values, batch.logprobs.values, atol=1e-5)
+        assert score(batchkv.Engine(model), batch).lists() == score(model, batch).lists()
+
+    def test_an_empty_batch_has_no_scores(self) -> None:
+        model = FAMILIES["llama"]()
+        assert len(score(model, rollout(model, [], **SMALL))) == 0
+
+
+def memory_of(calls: int, call: Callable[[], object]) -> int:
+    """Bytes of resident memory more after `calls` than before."""
+    import psutil
+
+    process = psutil.Process()
+    before = process.memory_info().rss
+    for _ in range(calls):
+        call()
+    return int(process.memory_info().rss - before)
+
+
+def test_memory_is_flat_over_hundreds_of_calls() -> None:
+    model: PreTrainedModel = FAMILIES["llama"]()
+    options: dict[str, Any] = {"n": 2, "max_tokens": 1, "kv_memory": 1 << 20}
+    memory_of(40, lambda: rollout(model, prompts(1), **options))
+    assert memory_of(160, lambda: rollout(model, prompts(1), **options)) < 4 << 20
+
+
+def test_a_session_keeps_to_its_budget_over_many_calls() -> None:
+    model = FAMILIES["llama"]()
+    rng = np.random.default_rng(0)
+    with Session(model, kv_memory=1 << 19) as session:  # not enough for all of them
+        for step in range(40):
+            asked = rng.integers(6, 128, (3, 60)).tolist()
+            batch = session.rollout(asked, n=2, max_tokens=2, step=step)
+        assert_own_logprobs(model, batch)
