@@ -243,7 +243,7 @@ def best(
     ] = "likelihood",
     n: Annotated[int, typer.Option(min=1, help="Samples of each prompt.")] = 8,
     max_tokens: Annotated[int, typer.Option(min=1, help="Most tokens of a sample.")] = 256,
-    temperature: Annotated[float, typer.Option(help="Of the samples.")] = 1.0,
+    temperature: Annotated[float, typer.Option(help="Of the samples.")] = 0.7,
     top_p: Annotated[float, typer.Option(help="Of the samples.")] = 1.0,
     seed: Annotated[int, typer.Option(help="Of the samples.")] = 0,
     model: Annotated[str, typer.Option(help="A folder, a .gguf file, a hub id, or smollm2.")] = "smollm2",
