@@ -51,7 +51,7 @@ class Settings:
     letters: int = 4
     warm_up_steps: int = 100
     warm_up_batch: int = 64
-    steps: int = 250
+    steps: int = 300
     prompts: int = 16
     samples: int = 8
     learning_rate: float = 1e-3
