@@ -16,7 +16,7 @@ import random
 import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from time import perf_counter
 from typing import TYPE_CHECKING, Annotated, Any
@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from batchkv.errors import UserError
+from batchkv.recipes.output import check_output, whole_file
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerFast
@@ -50,7 +51,7 @@ class Settings:
     letters: int = 4
     warm_up_steps: int = 100
     warm_up_batch: int = 64
-    steps: int = 300
+    steps: int = 250
     prompts: int = 16
     samples: int = 8
     learning_rate: float = 1e-3
@@ -87,6 +88,9 @@ class _Curve:
     def add(self, step: int, reward: float) -> None:
         self.points.append(Point(step, reward, perf_counter() - self.started))
         typer.echo(_line(self.points[-1]))
+
+
+DEFAULTS = Settings()
 
 
 def words(settings: Settings, count: int, seed: int) -> list[str]:
@@ -254,15 +258,10 @@ def share_of_right_answers(
 
 def write_curve(points: Sequence[Point], path: Path) -> None:
     """As CSV; the file appears complete or not at all."""
-    part = path.with_name(f".{path.name}.part")
-    try:
-        with part.open("w", newline="", encoding="utf-8") as file:
-            rows = csv.writer(file)
-            rows.writerow(["step", "reward", "seconds"])
-            rows.writerows([point.step, f"{point.reward:.4f}", f"{point.seconds:.1f}"] for point in points)
-        part.replace(path)
-    finally:
-        part.unlink(missing_ok=True)
+    with whole_file(path) as part, part.open("w", newline="", encoding="utf-8") as file:
+        rows = csv.writer(file)
+        rows.writerow(["step", "reward", "seconds"])
+        rows.writerows([point.step, f"{point.reward:.4f}", f"{point.seconds:.1f}"] for point in points)
 
 
 def plot_curve(points: Sequence[Point], path: Path) -> bool:
@@ -292,15 +291,15 @@ def grpo(
     out: Annotated[Path, typer.Option(help="Where the reward curve goes: a .csv file, and a .png beside it.")] = Path(
         "grpo_rewards.csv"
     ),
-    steps: Annotated[int, typer.Option(min=1, help="Steps of GRPO.")] = Settings.steps,
-    letters: Annotated[int, typer.Option(min=2, max=40, help="Letters of each word.")] = Settings.letters,
-    seed: Annotated[int, typer.Option(help="Of all random numbers.")] = Settings.seed,
+    steps: Annotated[int, typer.Option(min=1, help="Steps of GRPO.")] = DEFAULTS.steps,
+    letters: Annotated[int, typer.Option(min=2, max=40, help="Letters of each word.")] = DEFAULTS.letters,
+    seed: Annotated[int, typer.Option(help="Of all random numbers.")] = DEFAULTS.seed,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace an existing output file.")] = False,
 ) -> None:
     """Teach a tiny model to put letters in order with GRPO, in a few minutes on a CPU."""
     try:
-        _check_output(out, overwrite)
-        settings = Settings(steps=steps, letters=letters, seed=seed)
+        check_output(out, (".csv",), overwrite)
+        settings = replace(DEFAULTS, steps=steps, letters=letters, seed=seed)
         with _quiet_trl():  # before the warm-up, if it is not there
             pass
         _teach(settings, out)
@@ -320,15 +319,6 @@ def _teach(settings: Settings, out: Path) -> None:
     picture = out.with_suffix(".png")
     plotted = f" and {picture}" if plot_curve(points, picture) else " (matplotlib is not installed: no picture)"
     typer.echo(f"right answers to new words: {before:.0%} before, {after:.0%} after; rewards in {out}{plotted}")
-
-
-def _check_output(path: Path, overwrite: bool) -> None:
-    if path.suffix != ".csv":
-        raise UserError(f"--out {str(path)!r} must end in .csv")
-    if not path.parent.is_dir():
-        raise UserError(f"--out {str(path)!r} is in a folder that does not exist")
-    if path.exists() and not overwrite:
-        raise UserError(f"--out {str(path)!r} exists; add --overwrite to replace it")
 
 
 def main() -> None:

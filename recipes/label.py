@@ -7,7 +7,6 @@ The parts are functions on polars frames, to be used and tested without the comm
 
 from __future__ import annotations
 
-import os
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -20,6 +19,7 @@ import polars as pl
 import typer
 
 from batchkv.errors import UserError
+from batchkv.recipes.output import check_output, whole_file
 
 if TYPE_CHECKING:
     import pyarrow
@@ -227,15 +227,11 @@ def read_texts(path: Path) -> pl.DataFrame:
 
 def write_labels(frame: pl.DataFrame, path: Path) -> None:
     """Write CSV or Parquet, told by the ending; the file appears complete or not at all."""
-    part = path.with_name(f".{path.name}.part")
-    try:
+    with whole_file(path) as part:
         if path.suffix == ".csv":
             frame.write_csv(part)
         else:
             frame.write_parquet(part)
-        os.replace(part, path)
-    finally:
-        part.unlink(missing_ok=True)
 
 
 def describe(result: Score) -> str:
@@ -297,15 +293,6 @@ def _first_line(error: Exception) -> str:
     return str(error).strip().split("\n")[0] or type(error).__name__
 
 
-def _check_output(path: Path, overwrite: bool) -> None:
-    if path.suffix not in (".csv", ".parquet"):
-        raise UserError(f"--out {str(path)!r} must end in .csv or .parquet")
-    if not path.parent.is_dir():
-        raise UserError(f"--out {str(path)!r} is in a folder that does not exist")
-    if path.exists() and not overwrite:
-        raise UserError(f"--out {str(path)!r} exists; add --overwrite to replace it")
-
-
 def _run(jobs: pl.DataFrame, model: str, device: str) -> pl.DataFrame:
     import batchkv  # the engine brings torch, which `--help` need not wait for
 
@@ -338,7 +325,7 @@ def label(
     """Label the texts of a CSV file with a language model, and score them if there are gold labels."""
     try:
         names = parse_labels(labels)
-        _check_output(out, overwrite)
+        check_output(out, (".csv", ".parquet"), overwrite)
         jobs = build_jobs(
             read_texts(csv)[:limit],
             text_column=text_column,

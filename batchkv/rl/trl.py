@@ -60,7 +60,6 @@ def trl_rollout(prompts: Sequence[Any], trainer: Any, **config: Any) -> RolloutB
         top_p=args.top_p,
         top_k=args.top_k,
         min_p=args.min_p or 0.0,
-        stop_token_ids=trainer.eos_token_ids,
         seed=_seed(trainer),
         step=trainer.state.global_step,
         **config,

@@ -290,26 +290,20 @@ def test_given_directly_and_with_fields_of_the_config(tmp_path: Path) -> None:
     assert all(torch.allclose(losses[0][name], losses[1][name], atol=1e-4) for name in losses[0])
 
 
-def test_evaluations_change_no_samples_of_the_training(tmp_path: Path) -> None:
-    calls = []
-    for options in ({}, {"eval_strategy": "steps", "eval_steps": 1, "per_device_eval_batch_size": SAMPLES}):
-        trainer = trainer_of(tmp_path, TEXTS, max_steps=2)
-        if options:
-            trainer = trainer_of(tmp_path, TEXTS, max_steps=2, cls=WithEvaluation, **options)
-        trainer.train()
-        calls.append(trainer.recorded.calls)
-    alone, beside = calls
-    training = [call for call in beside if all(call.before["training"])]
-    assert len(beside) > len(training) == len(alone) == 2
-    for one, other in zip(alone, training, strict=True):
-        assert one.batch.completions.lists() == other.batch.completions.lists()
-
-
 class WithEvaluation(Trainer):
     """Evaluates on what it is trained on."""
 
     def __init__(self, **options: Any) -> None:
         super().__init__(eval_dataset=options["train_dataset"], **options)
+
+
+def test_evaluations_change_no_samples_of_the_training(tmp_path: Path, warm: Recorded) -> None:
+    evaluation = {"eval_strategy": "steps", "eval_steps": 1, "per_device_eval_batch_size": len(TEXTS) * SAMPLES}
+    beside = trained(tmp_path, TEXTS, cls=WithEvaluation, temperature=0.7, max_steps=2, **evaluation)
+    training = [call for call in beside.calls if all(call.before["training"])]
+    assert len(beside.calls) > len(training) == 2
+    for one, other in zip(training, warm.calls, strict=False):
+        assert one.batch.completions.lists() == other.batch.completions.lists()
 
 
 # --- calls that trainers do not make in one process ------------------------------------------------------------------
@@ -349,6 +343,13 @@ def test_every_step_and_every_call_in_it_has_other_samples(idle: Any) -> None:
     found = [first_call(idle, TEXTS, step=20), completions(idle, TEXTS), first_call(idle, TEXTS, step=21)]
     assert len({str(one) for one in found}) == 3
     assert first_call(idle, TEXTS, step=20) == found[0]
+
+
+@pytest.mark.parametrize(("name", "value"), [("top_k", 1), ("top_p", 1e-6), ("min_p", 1.0), ("temperature", 1e-4)])
+def test_filters_of_the_config_are_kept(idle: Any, monkeypatch: pytest.MonkeyPatch, name: str, value: float) -> None:
+    """Each of these leaves only the likeliest token."""
+    monkeypatch.setattr(idle.args, name, value)
+    assert len({str(ids) for ids in completions(idle, [TEXTS[0]] * 8)}) == 1
 
 
 def test_conversations_are_rendered_as_trl_renders_them(idle: Any, monkeypatch: pytest.MonkeyPatch) -> None:
