@@ -19,6 +19,9 @@ from batchkv.rl.trajectory import Branch, Trajectory, trajectory_of
 
 if TYPE_CHECKING:
     import torch
+    from torch import nn
+
+    from batchkv.engine import Engine
 
 SCHEMA = pa.schema(
     {
@@ -163,6 +166,12 @@ class RolloutBatch:
     def finished(self) -> RolloutBatch:
         """Without the samples that were cut off because others of their prompt were enough."""
         return replace(self, table=self.table.filter(pc.field("finish_reason") != "abort"))
+
+    def score(self, policy: nn.Module | Engine, **config: Any) -> Ragged:
+        """Log-probabilities of the tokens under another model: see `scoring.score`."""
+        from batchkv.rl.scoring import score
+
+        return score(policy, self, **config)
 
     def tree(self) -> TokenTree:
         """The trie of all samples, for training over it."""

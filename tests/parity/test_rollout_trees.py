@@ -259,7 +259,7 @@ class TestScore:
         model = FAMILIES["llama"]()
         batch = rollout(model, prompts(3), n=4, temperature=0.6, **SMALL)
         np.testing.assert_allclose(score(model, batch).values, batch.logprobs.values, atol=1e-5)
-        assert score(batchkv.Engine(model), batch).lists() == score(model, batch).lists()
+        assert batch.score(batchkv.Engine(model)).lists() == batch.score(model).lists()
 
     def test_an_empty_batch_has_no_scores(self) -> None:
         model = FAMILIES["llama"]()
