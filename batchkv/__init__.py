@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from batchkv.config import EngineConfig
     from batchkv.engine import Engine, plan
     from batchkv.job_plan import JobPlan
+    from batchkv.rl.mismatch import mismatch
     from batchkv.rl.rollout_batch import RolloutBatch
     from batchkv.rl.session import Session, rollout
     from batchkv.rl.trl import trl_rollout_func
@@ -25,6 +26,7 @@ __all__ = [
     "SamplingParams",
     "Session",
     "UserError",
+    "mismatch",
     "plan",
     "rollout",
     "trl_rollout_func",
@@ -38,6 +40,7 @@ _LAZY = {
     "JobPlan": "batchkv.job_plan",
     "RolloutBatch": "batchkv.rl.rollout_batch",
     "SamplingParams": "batchkv.sampling_params",
+    "mismatch": "batchkv.rl.mismatch",
     "Session": "batchkv.rl.session",
     "plan": "batchkv.engine",
     "rollout": "batchkv.rl.session",

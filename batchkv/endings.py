@@ -32,6 +32,7 @@ class Endings:
         max_new_tokens: int32 [sequences].
         end_token_ids: the model's end tokens.
         tokenizer: decodes for stop strings; without one there is no text to find them in.
+        unwanted: bool [sequences], who is to end with the next token, `LENGTH`; may be written to at any time.
     """
 
     def __init__(
@@ -40,7 +41,9 @@ class Endings:
         max_new_tokens: npt.NDArray[np.int32],
         end_token_ids: Iterable[int],
         tokenizer: PreTrainedTokenizerBase | None,
+        unwanted: npt.NDArray[np.bool_] | None = None,
     ) -> None:
+        self._unwanted = unwanted
         self._max_new_tokens = max_new_tokens
         self._end_token_ids = np.array(sorted(end_token_ids), np.int64)
         self._ignore_eos = np.array([p.ignore_eos for p in params], bool)
@@ -82,6 +85,8 @@ class Endings:
         for i in np.flatnonzero(self._has_own_stops[sequences] & ~stopped).tolist():
             stopped[i] = self._stops_by_itself(int(sequences[i]), int(token_ids[i]), generated)
         is_full = generated.lengths[sequences] >= self._max_new_tokens[sequences]
+        if self._unwanted is not None:
+            is_full |= self._unwanted[sequences]
         return np.where(stopped, Ending.STOP, np.where(is_full, Ending.LENGTH, Ending.NONE)).astype(np.int8)
 
     def stop_string(self, sequence: int) -> str | None:

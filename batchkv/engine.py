@@ -21,7 +21,7 @@ from batchkv.config import DEFAULT_MODEL, EngineConfig, parse_memory_size
 from batchkv.constraints import ConstraintChecks, Grammars
 from batchkv.endings import Endings
 from batchkv.errors import UserError
-from batchkv.executor import Executor, Kept, OnEnded
+from batchkv.executor import DEFAULTS, Executor, Kept, OnEnded, RunOptions
 from batchkv.fingerprint import model_fingerprint, tokenizer_fingerprint
 from batchkv.io.read import Jobs, JobSource, open_jobs
 from batchkv.job_plan import JobPlan
@@ -325,8 +325,7 @@ class Engine:
         metrics: RunMetrics,
         progress: OnStep = no_step,
         grammars: Grammars | None = None,
-        record_sampling: bool = False,
-        score_temperature: float = 1.0,
+        options: RunOptions = DEFAULTS,
     ) -> list[Kept]:
         """Computes all outputs of a wave.
 
@@ -338,17 +337,14 @@ class Engine:
             metrics: counts and times are added here.
             progress: called after every step.
             grammars: of all constraints in the wave.
-            record_sampling: whether completions tell what their tokens were drawn from (`Completion.sampling`).
-            score_temperature: what logits are divided by where given tokens are scored.
+            options: what only some runs want.
 
         Returns:
             What stays in the cache.
         """
         with _launching_on(self.device), paged_attention_of(self.model):
             with metrics.timed("plan"):
-                executor = self._executor(
-                    prepared, runner, cache, on_ended, metrics, progress, grammars, record_sampling, score_temperature
-                )
+                executor = self._executor(prepared, runner, cache, on_ended, metrics, progress, grammars, options)
             try:
                 return executor.run()
             except torch.OutOfMemoryError as error:
@@ -395,8 +391,7 @@ class Engine:
         metrics: RunMetrics,
         progress: OnStep,
         grammars: Grammars | None,
-        record_sampling: bool,
-        score_temperature: float,
+        options: RunOptions,
     ) -> Executor:
         wave, sequences = prepared.wave, prepared.plan.sequences
         params = [wave.params[request] for request in sequences.row.tolist()]
@@ -406,7 +401,7 @@ class Engine:
             self.layout,
             runner,
             SamplingBatch.from_params(params, stream_keys(wave.keys[sequences.row], sequences.sample)),
-            Endings(params, sequences.max_new_tokens, self.end_token_ids, self.tokenizer),
+            Endings(params, sequences.max_new_tokens, self.end_token_ids, self.tokenizer, options.unwanted),
             max_batch_rows=self.config.max_batch_rows,
             max_batch_tokens=self.config.batch_tokens(self.device.type),
             overlap=self._overlap,
@@ -415,8 +410,7 @@ class Engine:
             progress=progress,
             cache=cache,
             matchers=Matchers(grammars, params) if grammars else None,
-            record_sampling=record_sampling,
-            score_temperature=score_temperature,
+            options=options,
         )
 
     @property

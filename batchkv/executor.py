@@ -71,6 +71,24 @@ class _Drawn:
     source: HostCopies | None  # what they are drawn from, if that is recorded
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class RunOptions:
+    """What only some runs want.
+
+    Attributes:
+        record_sampling: completions tell what their tokens were drawn from (`Completion.sampling`).
+        score_temperature: what logits are divided by where given tokens are scored.
+        unwanted: bool [sequences], as of `Endings`: what `on_ended` sets there ends with its next token.
+    """
+
+    record_sampling: bool = False
+    score_temperature: float = 1.0
+    unwanted: npt.NDArray[np.bool_] | None = None
+
+
+DEFAULTS = RunOptions()
+
+
 class Executor:
     """One run of one plan.
 
@@ -89,8 +107,7 @@ class Executor:
         progress: called after every step that is finished.
         cache: what the plan goes on from; by default a new one.
         matchers: of sequences whose output is constrained, if there are any.
-        record_sampling: completions tell what their tokens were drawn from, too.
-        score_temperature: what logits are divided by where given tokens are scored.
+        options: what only some runs want.
     """
 
     def __init__(
@@ -110,15 +127,14 @@ class Executor:
         progress: OnStep,
         cache: KVCache | None = None,
         matchers: Matchers | None = None,
-        record_sampling: bool = False,
-        score_temperature: float = 1.0,
+        options: RunOptions = DEFAULTS,
     ) -> None:
         self._runner, self._sampling, self._endings = runner, sampling, endings
         self._metrics, self._on_ended, self._progress = metrics, on_ended, progress
         self._plan, self._matchers = plan, matchers
         self._generated = GeneratedTokens(len(plan.sequences))
-        self._sampling_records = SamplingRecords() if record_sampling else None
-        self._score_temperature = score_temperature
+        self._sampling_records = SamplingRecords() if options.record_sampling else None
+        self._score_temperature = options.score_temperature
         self._score_table = build_score_table(plan.trie, plan.sequences, arena)
         self._scores = Scores(len(self._score_table))
         self._scheduler = Scheduler(

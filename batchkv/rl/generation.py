@@ -11,11 +11,12 @@ import numpy.typing as npt
 from batchkv.conversation_kv import ConversationKV
 from batchkv.engine import Engine
 from batchkv.errors import RowError, UserError
-from batchkv.executor import OnEnded
+from batchkv.executor import DEFAULTS, OnEnded, RunOptions
 from batchkv.job_plan import Plan
 from batchkv.metrics import RunMetrics
 from batchkv.preparation import PreparedWave, prepare_wave
 from batchkv.random_numbers import row_key
+from batchkv.rl.groups import Groups
 from batchkv.rl.trajectory import Branch, Trajectory
 from batchkv.sampling_params import RowParams, SamplingParams
 from batchkv.scoring import Scored
@@ -48,7 +49,12 @@ class Draw:
 
 
 def grow(
-    engine: Engine, branches: Sequence[Branch], draw: Draw, metrics: RunMetrics, kv: ConversationKV | None = None
+    engine: Engine,
+    branches: Sequence[Branch],
+    draw: Draw,
+    metrics: RunMetrics,
+    kv: ConversationKV | None = None,
+    groups: Groups | None = None,
 ) -> tuple[list[list[Trajectory]], Plan]:
     """Generates the samples of every branch, prefixes that they share computed once.
 
@@ -58,10 +64,11 @@ def grow(
         draw: how they are drawn.
         metrics: counts and times are added here.
         kv: what earlier waves have left in the cache, and where the KV of this one stays; None if nothing does.
+        groups: told of samples as they end; those of prompts that have enough are cut off.
 
     Returns:
         The samples of each branch, and what was planned. Samples of a trunk that has become too long are as long as it
-        and end there, `length`.
+        and end there, `length`; those that were cut off end `abort`.
 
     Raises:
         UserError: a prompt is longer than the model's context or the KV budget, or the policy gives no probabilities.
@@ -76,14 +83,15 @@ def grow(
     for number, error in prepared.errors.items():
         if not len(branches[number].trunk):
             raise UserError(f"{_name(branches[number])}: {error.message}")
-    ended = _Ended(branches, prepared)
+    ended = _Ended(branches, prepared, draw.weight_version, groups or Groups(None))
+    options = RunOptions(unwanted=ended.unwanted)
     if kv is not None and expected is not None:
-        kept = engine.execute(prepared, kv.runner, kv.cache, ended.note, metrics)
+        kept = engine.execute(prepared, kv.runner, kv.cache, ended.note, metrics, options=options)
         kv.keep(prepared, kept, draw.goes_on)
         kv.expect(expected, ended.token_ids)
     else:
-        execute_alone(engine, prepared, ended.note, metrics)
-    return ended.trajectories(draw.weight_version), prepared.plan
+        execute_alone(engine, prepared, ended.note, metrics, options)
+    return ended.trajectories(), prepared.plan
 
 
 def with_room(branches: Sequence[Branch], context_length: int | None) -> tuple[list[Branch], list[Trajectory]]:
@@ -131,13 +139,13 @@ def execute_alone(
     prepared: PreparedWave,
     on_ended: OnEnded,
     metrics: RunMetrics,
-    score_temperature: float = 1.0,
+    options: RunOptions = DEFAULTS,
 ) -> None:
     """Computes a wave in a pool that is made for it; arguments as of `Engine.execute`."""
     memory = prepared.plan.memory
     runner = engine.new_runner(memory.pool_pages, memory.page_size)
     try:
-        engine.execute(prepared, runner, None, on_ended, metrics, score_temperature=score_temperature)
+        engine.execute(prepared, runner, None, on_ended, metrics, options=options)
     finally:
         runner.release()
 
@@ -147,14 +155,21 @@ def _name(branch: Branch) -> str:
 
 
 class _Ended:
-    """The sequences of a wave as they end."""
+    """The sequences of a wave as they end.
 
-    def __init__(self, branches: Sequence[Branch], prepared: PreparedWave) -> None:
-        wave = prepared.wave
-        self._branches, self._prepared = branches, prepared
+    Attributes:
+        unwanted: bool [sequences], those of prompts that have enough samples.
+    """
+
+    def __init__(self, branches: Sequence[Branch], prepared: PreparedWave, version: int, groups: Groups) -> None:
+        wave, self._of_output = prepared.wave, prepared.plan.sequences.output_sequence
+        self._branches, self._prepared, self._version, self._groups = branches, prepared, version, groups
+        self.unwanted = np.zeros(len(prepared.plan.sequences), np.bool_)
         self._completions: dict[int, Completion] = {}  # by sequence
-        places = zip(wave.row[wave.output_request].tolist(), wave.output_sample.tolist(), strict=True)
-        self._output = {place: output for output, place in enumerate(places)}  # by branch and sample
+        self._branch, self._sample = wave.row[wave.output_request], wave.output_sample  # of each output
+        self._prompt = np.array([branch.trunk.prompt_index for branch in branches])[self._branch]
+        places = zip(self._branch.tolist(), self._sample.tolist(), strict=True)
+        self._output = {place: output for output, place in enumerate(places)}
 
     def note(self, ended: Sequence[tuple[int, Completion | RowError]]) -> None:
         """Raises UserError if the policy's logits were no distribution."""
@@ -163,25 +178,38 @@ class _Ended:
                 request = int(self._prepared.plan.sequences.row[sequence])
                 raise UserError(f"{_name(self._branches[request])}: {completion.message}")
             self._completions[sequence] = completion
+            if not self._is_cut(sequence):
+                self._tell_groups(sequence)
+
+    def _tell_groups(self, sequence: int) -> None:
+        for output in np.flatnonzero(self._of_output == sequence).tolist():
+            if self._groups.add(self._grown(output)):
+                self.unwanted[self._of_output[self._prompt == self._prompt[output]]] = True
+
+    def _is_cut(self, sequence: int) -> bool:
+        """Whether it ended because it was unwanted."""
+        completion = self._completions[sequence]
+        most = int(self._prepared.plan.sequences.max_new_tokens[sequence])
+        is_shorter = len(completion.token_ids) < most
+        return bool(self.unwanted[sequence]) and completion.finish_reason == "length" and is_shorter
 
     def token_ids(self, branch: int, sample: int) -> TokenIds:
         """What was generated."""
-        return self._completion(self._output[branch, sample]).token_ids
+        return self._completions[int(self._of_output[self._output[branch, sample]])].token_ids
 
-    def trajectories(self, weight_version: int) -> list[list[Trajectory]]:
+    def trajectories(self) -> list[list[Trajectory]]:
         """All samples of each branch."""
         return [
-            [
-                self._trajectory(branch, sample, self._output.get((number, sample)), weight_version)
-                for sample in branch.samples
-            ]
+            [self._trajectory(branch, sample, self._output.get((number, sample))) for sample in branch.samples]
             for number, branch in enumerate(self._branches)
         ]
 
-    def _trajectory(self, branch: Branch, sample: int, output: int | None, weight_version: int) -> Trajectory:
+    def _trajectory(self, branch: Branch, sample: int, output: int | None) -> Trajectory:
         if output is None:
             return replace(branch.trunk, sample_index=sample, finish_reason="length")
-        return branch.grown(sample, self._completion(output), int(self._prepared.cached[output]), weight_version)
+        is_cut = self._is_cut(int(self._of_output[output]))
+        return replace(self._grown(output), finish_reason="abort") if is_cut else self._grown(output)
 
-    def _completion(self, output: int) -> Completion:
-        return self._completions[int(self._prepared.plan.sequences.output_sequence[output])]
+    def _grown(self, output: int) -> Trajectory:
+        branch, completion = self._branches[int(self._branch[output])], self._completions[int(self._of_output[output])]
+        return branch.grown(int(self._sample[output]), completion, int(self._prepared.cached[output]), self._version)

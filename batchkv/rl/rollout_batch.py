@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -19,6 +19,9 @@ from batchkv.rl.trajectory import Branch, Trajectory, trajectory_of
 
 if TYPE_CHECKING:
     import torch
+    from torch import nn
+
+    from batchkv.engine import Engine
 
 SCHEMA = pa.schema(
     {
@@ -47,7 +50,7 @@ OPTIONAL_SCHEMA = pa.schema(
 )
 """Columns that have a meaning if they are there."""
 
-FINISH_REASONS = ("stop", "length")
+FINISH_REASONS = ("stop", "length", "abort")
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +63,7 @@ class RolloutBatch:
     | `prompt_token_ids` | the prompt |
     | `token_ids` | what came after it: tokens of the model, its end token included, and of an environment |
     | `logprobs` | of `token_ids`, under softmax(logits / temperature); 0 for tokens of an environment |
-    | `finish_reason`, `truncated` | `stop` or `length`; whether the sample was cut off |
+    | `finish_reason`, `truncated` | `stop`, `length` or `abort` (others were enough); whether the sample was cut off |
     | `env_mask` | 1 for tokens of the model, 0 for those of an environment |
     | `seed` | of the random numbers |
     | `weight_version` | of the weights that made the tokens |
@@ -159,6 +162,16 @@ class RolloutBatch:
         """
         cut = [self.trajectory(row) for row in np.flatnonzero(self.truncated).tolist()]
         return [Branch(trajectory, (trajectory.sample_index,)) for trajectory in cut]
+
+    def finished(self) -> RolloutBatch:
+        """Without the samples that were cut off because others of their prompt were enough."""
+        return replace(self, table=self.table.filter(pc.field("finish_reason") != "abort"))
+
+    def score(self, policy: nn.Module | Engine, **config: Any) -> Ragged:
+        """Log-probabilities of the tokens under another model: see `scoring.score`."""
+        from batchkv.rl.scoring import score
+
+        return score(policy, self, **config)
 
     def tree(self) -> TokenTree:
         """The trie of all samples, for training over it."""

@@ -9,6 +9,7 @@ from torch import nn
 
 from batchkv.engine import Engine
 from batchkv.errors import RowError, UserError
+from batchkv.executor import RunOptions
 from batchkv.metrics import RunMetrics
 from batchkv.preparation import prepare_wave
 from batchkv.rl.generation import execute_alone
@@ -49,7 +50,8 @@ def score(policy: nn.Module | Engine, batch: RolloutBatch, **config: Any) -> Rag
         for request, error in prepared.errors.items():
             raise UserError(f"row {rows[request]}: {error.message}")
         with left_as_it_was(engine.model):
-            execute_alone(engine, prepared, lambda ended: found.update(ended), RunMetrics(), batch.temperature)
+            options = RunOptions(score_temperature=batch.temperature)
+            execute_alone(engine, prepared, lambda ended: found.update(ended), RunMetrics(), options)
         sequences = prepared.plan.sequences.output_sequence.tolist()
         for row, sequence in zip(rows.tolist(), sequences, strict=True):
             scores = found[sequence]

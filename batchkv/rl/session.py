@@ -19,6 +19,7 @@ from batchkv.metrics import RunMetrics
 from batchkv.rl.branching import Branching, Forks
 from batchkv.rl.environment import Environment, Replies
 from batchkv.rl.generation import Draw, grow, with_room
+from batchkv.rl.groups import Enough, Groups, at_least
 from batchkv.rl.policy import left_as_it_was, unwrap
 from batchkv.rl.prompts import read_branches
 from batchkv.rl.rollout_batch import RolloutBatch
@@ -33,6 +34,7 @@ class Course:
     environment: Environment | None = None
     max_turns: int = 16
     branching: Branching | None = None
+    enough: Enough | None = None
 
     @property
     def goes_on(self) -> bool:
@@ -104,6 +106,8 @@ class Session:
         environment: Environment | None = None,
         max_turns: int = 16,
         branching: Branching | None = None,
+        oversample: int = 0,
+        enough: Enough | None = None,
     ) -> RolloutBatch:
         """Samples of every prompt; arguments and errors as of `batchkv.rollout`.
 
@@ -112,8 +116,8 @@ class Session:
         """
         self._check_weights()
         self._kv = self._kv or new_kv(self.engine)
-        params = _params(n, max_tokens, temperature, top_p, top_k, min_p, stop_token_ids, seed)
-        course = Course(environment, max_turns, branching)
+        params = _params(n + oversample, max_tokens, temperature, top_p, top_k, min_p, stop_token_ids, seed)
+        course = Course(environment, max_turns, branching, enough or at_least(n if oversample else None))
         draw = Draw(params, step, self.weight_version, may_go_on=course.goes_on)
         try:
             return roll_out(self.engine, prompts, draw, rows, self._kv, course)
@@ -149,6 +153,8 @@ def rollout(
     environment: Environment | None = None,
     max_turns: int = 16,
     branching: Branching | None = None,
+    oversample: int = 0,
+    enough: Enough | None = None,
     **config: Any,
 ) -> RolloutBatch:
     """Samples of every prompt, by a policy that may be in training. It is used in place and left as it was.
@@ -174,6 +180,11 @@ def rollout(
         max_turns: most turns of the model in a sample.
         branching: called for every sample that is done, forks too; returns (token, samples) pairs: so many new samples
             of the prompt go another way from before that token on. The tree ends where it returns nothing.
+        oversample: so many samples more of each prompt are begun, and when `n` are done the others end, `abort`. Long
+            samples are the ones that are cut off: go on with them later (`RolloutBatch.unfinished`), or know that
+            those of `RolloutBatch.finished` are shorter than others would be.
+        enough: called with the samples of a prompt that are done whenever there is one more; true if the others can
+            end. By default `n` are enough if there are more.
         config: fields of `EngineConfig`.
 
     Returns:
@@ -183,8 +194,8 @@ def rollout(
         UserError: the policy cannot be run in place, or a prompt not at all.
         ValueError: a parameter is out of range.
     """
-    params = _params(n, max_tokens, temperature, top_p, top_k, min_p, stop_token_ids, seed)
-    course = Course(environment, max_turns, branching)
+    params = _params(n + oversample, max_tokens, temperature, top_p, top_k, min_p, stop_token_ids, seed)
+    course = Course(environment, max_turns, branching, enough or at_least(n if oversample else None))
     draw = Draw(params, step, weight_version=step, may_go_on=course.goes_on)
     with Session(policy, tokenizer, **config) as session:
         kv = new_kv(session.engine) if course.goes_on else None
@@ -240,17 +251,19 @@ def roll_out(
         with metrics.timed("tokenize"):
             branches = read_branches(prompts, draw.params.n, rows, engine.tokenizer, engine.prompt_limits)
         replies = Replies(course.environment, engine, course.max_turns) if course.environment else None
-        forks = Forks(course.branching, branches)
+        forks, groups = Forks(course.branching, branches), Groups(course.enough)
         done: list[Trajectory] = []
         while branches:
             branches, full = with_room(branches, engine.prompt_limits.context_length)
             done += full
             if not branches:
                 break
-            grown, plan = grow(engine, branches, draw, metrics, kv)
+            grown, plan = grow(engine, branches, draw, metrics, kv, None if replies else groups)
             totals = totals.plus(plan)
             ended = [sample for samples in grown for sample in samples]
             branches, finished = replies.behind(ended, draw.weight_version) if replies else ([], ended)
+            if replies:
+                branches, finished = groups.closed(branches, finished)
             branches += forks.of(finished)
             done += finished
     metrics.elapsed_s = perf_counter() - started

@@ -27,7 +27,7 @@ class Trajectory:
         logprobs: float32 [T], under softmax(logits / temperature); 0 for tokens of the environment.
         env_mask: int8 [T], 1 where the token is the model's.
         weight_versions: int64 [T], of the weights when each token came.
-        finish_reason: why the last turn ended; None before the first one.
+        finish_reason: why the last turn ended; None before the first one. `abort`: others of the prompt were enough.
         num_cached_tokens: prompt tokens that were not computed for this sample.
         forked_from: the sample of the prompt whose first tokens it has taken over; -1 if it is on its own.
         forked_at: how many those are.
@@ -41,7 +41,7 @@ class Trajectory:
     logprobs: npt.NDArray[np.float32]
     env_mask: npt.NDArray[np.int8]
     weight_versions: npt.NDArray[np.int64]
-    finish_reason: Literal["stop", "length"] | None = None
+    finish_reason: Literal["stop", "length", "abort"] | None = None
     num_cached_tokens: int = 0
     forked_from: int = -1
     forked_at: int = 0
@@ -196,7 +196,7 @@ def as_table(trajectories: Sequence[Trajectory], seed: int) -> pa.Table:
         "token_ids": lists("token_ids", np.int32),
         "logprobs": lists("logprobs", np.float32),
         "finish_reason": pa.array(reasons, pa.string()),
-        "truncated": pa.array([reason == "length" for reason in reasons], pa.bool_()),
+        "truncated": pa.array([reason != "stop" for reason in reasons], pa.bool_()),
         "env_mask": lists("env_mask", np.int8),
         "seed": pa.array([seed % 2**64] * len(trajectories), pa.uint64()),
         "weight_version": pa.array([int(one.weight_versions.max(initial=0)) for one in trajectories], pa.int64()),

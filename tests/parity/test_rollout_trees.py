@@ -259,7 +259,7 @@ class TestScore:
         model = FAMILIES["llama"]()
         batch = rollout(model, prompts(3), n=4, temperature=0.6, **SMALL)
         np.testing.assert_allclose(score(model, batch).values, batch.logprobs.values, atol=1e-5)
-        assert score(batchkv.Engine(model), batch).lists() == score(model, batch).lists()
+        assert batch.score(batchkv.Engine(model)).lists() == batch.score(model).lists()
 
     def test_an_empty_batch_has_no_scores(self) -> None:
         model = FAMILIES["llama"]()
@@ -292,3 +292,46 @@ def test_a_session_keeps_to_its_budget_over_many_calls() -> None:
             asked = rng.integers(6, 128, (3, 60)).tolist()
             batch = session.rollout(asked, n=2, max_tokens=2, step=step)
         assert_own_logprobs(model, batch)
+
+
+class TestEnough:
+    def test_the_first_samples_to_end_are_enough_and_the_others_are_cut_off(self) -> None:
+        model = FAMILIES["llama"]()
+        options: dict[str, Any] = {"stop_token_ids": ENDS, "seed": 3, "max_tokens": 60}
+        whole = rollout(model, prompts(3), n=8, **options)
+        batch = rollout(model, prompts(3), n=4, oversample=4, **options)
+        for row in range(3):
+            mine = slice(8 * row, 8 * row + 8)
+            reasons, ids = cells(batch, "finish_reason")[mine], cells(batch, "token_ids")[mine]
+            lengths = [len(one) for one in cells(whole, "token_ids")[mine]]
+            assert reasons.count("abort") <= 4
+            assert reasons.count("abort") > 0
+            longest_done = max(len(one) for one, reason in zip(ids, reasons, strict=True) if reason != "abort")
+            assert longest_done <= sorted(lengths)[3] + 1
+            for one, expected in zip(ids, cells(whole, "token_ids")[mine], strict=True):
+                assert one == expected[: len(one)]
+        assert batch.summary["generated_tokens"] < whole.summary["generated_tokens"]
+        assert len(batch.finished()) == len(batch) - cells(batch, "finish_reason").count("abort")
+        rest = rollout(model, batch.unfinished(), stop_token_ids=ENDS, seed=3, max_tokens=60, step=1)
+        assert "abort" not in cells(rest, "finish_reason")
+        assert_own_logprobs(model, rest)
+
+    def test_a_hook_says_when_a_group_has_enough(self) -> None:
+        model = FAMILIES["llama"]()
+
+        def enough(done: Any) -> bool:
+            assert len({one.prompt_index for one in done}) == 1
+            return done[0].prompt_index == 1
+
+        batch = rollout(model, prompts(2), n=6, enough=enough, stop_token_ids=ENDS, seed=3, max_tokens=60)
+        assert "abort" not in cells(batch, "finish_reason")[:6]
+        assert cells(batch, "finish_reason")[6:].count("abort") >= 4
+
+    def test_conversations_are_cut_off_between_turns(self) -> None:
+        batch = rollout(
+            FAMILIES["llama"](), prompts(2), n=2, oversample=6, stop_token_ids=ENDS, environment=answers, **SMALL
+        )
+        for row in range(2):
+            reasons = cells(batch, "finish_reason")[8 * row : 8 * row + 8]
+            assert len(reasons) - reasons.count("abort") >= 2
+        assert "abort" in cells(batch, "finish_reason")

@@ -16,6 +16,7 @@ from transformers.generation.logits_process import MinPLogitsWarper, TopKLogitsW
 from batchkv import executor, sampler
 from batchkv.engine import Engine
 from batchkv.errors import RowError
+from batchkv.executor import RunOptions
 from batchkv.metrics import RunMetrics
 from batchkv.preparation import prepare_wave
 from batchkv.random_numbers import stream_keys
@@ -341,7 +342,8 @@ def completions(
     ended: dict[int, Completion | RowError] = {}
     runner = engine.new_runner(memory.pool_pages, memory.page_size)
     try:
-        engine.execute(prepared, runner, None, ended.update, metrics, record_sampling=record_sampling)
+        options = RunOptions(record_sampling=record_sampling)
+        engine.execute(prepared, runner, None, ended.update, metrics, options=options)
     finally:
         runner.release()
     outputs = [ended[sequence] for sequence in prepared.plan.sequences.output_sequence.tolist()]
