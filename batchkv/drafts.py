@@ -86,9 +86,9 @@ class Drafts:
 class SuffixIndex:
     """Where suffixes of up to `LONGEST_SUFFIX` tokens occur in completions.
 
-    A table of the hashes of all of them, sorted: eight entries of 16 bytes for each token. To look up R sequences is one
-    binary search for R x 8 hashes, whatever the number of tokens; following what was found takes two gathers a token.
-    A false match (two hashes of 64 bits that are equal) would cost a useless draft.
+    A table of the hashes of all of them, sorted: eight entries of 16 bytes for each token. To look up R sequences is
+    one binary search for R x 8 hashes, whatever the number of tokens; following what was found takes two gathers a
+    token. A false match (two hashes of 64 bits that are equal) would cost a useless draft.
 
     Args:
         references: lists of completions.
@@ -181,9 +181,7 @@ def _most_common(
         equals that of the one which stands first; [N] which of the M each of the N has.
     """
     distinct, of_occurrence = np.unique(keys, return_inverse=True)
-    _, first, of_pair, votes = np.unique(
-        _extended(keys, tokens), return_index=True, return_inverse=True, return_counts=True
-    )
+    _, first, votes = np.unique(_extended(keys, tokens), return_index=True, return_counts=True)
     order = np.lexsort((-first, votes, of_occurrence[first]))
     pair_of_key = order[np.append(np.flatnonzero(np.diff(of_occurrence[first][order])), len(order) - 1)]
     return distinct, positions[first[pair_of_key]] if len(order) else positions, of_occurrence

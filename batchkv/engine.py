@@ -19,6 +19,7 @@ from batchkv import __version__
 from batchkv.batch_invariance import row_multiple
 from batchkv.config import DEFAULT_MODEL, EngineConfig, parse_memory_size
 from batchkv.constraints import ConstraintChecks, Grammars
+from batchkv.drafts import Drafts
 from batchkv.endings import Endings
 from batchkv.errors import UserError
 from batchkv.executor import Executor, Kept, OnEnded
@@ -320,6 +321,7 @@ class Engine:
         metrics: RunMetrics,
         progress: OnStep = no_step,
         grammars: Grammars | None = None,
+        drafts: Drafts | None = None,
     ) -> list[Kept]:
         """Computes all outputs of a wave.
 
@@ -331,13 +333,24 @@ class Engine:
             metrics: counts and times are added here.
             progress: called after every step.
             grammars: of all constraints in the wave.
+            drafts: earlier completions for the sequences of the wave's plan. They change no token, only how fast it
+                comes: what a model would sample next is computed for several tokens at once, where they are likely.
 
         Returns:
             What stays in the cache.
+
+        Raises:
+            UserError: the device is out of memory.
+            ValueError: drafts are of other sequences, or of tokens that the model does not have.
         """
+        if drafts is not None and drafts.highest_token >= self._facts.vocab_size:
+            raise ValueError(
+                f"token id {drafts.highest_token} in a reference completion: the model has {self._facts.vocab_size} "
+                "tokens, take completions of the same tokenizer"
+            )
         with _launching_on(self.device), paged_attention_of(self.model):
             with metrics.timed("plan"):
-                executor = self._executor(prepared, runner, cache, on_ended, metrics, progress, grammars)
+                executor = self._executor(prepared, runner, cache, on_ended, metrics, progress, grammars, drafts)
             try:
                 return executor.run()
             except torch.OutOfMemoryError as error:
@@ -384,6 +397,7 @@ class Engine:
         metrics: RunMetrics,
         progress: OnStep,
         grammars: Grammars | None,
+        drafts: Drafts | None,
     ) -> Executor:
         wave, sequences = prepared.wave, prepared.plan.sequences
         params = [wave.params[request] for request in sequences.row.tolist()]
@@ -402,6 +416,7 @@ class Engine:
             progress=progress,
             cache=cache,
             matchers=Matchers(grammars, params) if grammars else None,
+            drafts=drafts,
         )
 
     @property

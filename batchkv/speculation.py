@@ -1,22 +1,20 @@
 """How many drafted tokens go into a step: as many as can be expected to pay.
 
-A pass over T tokens costs about as much as `T + FIXED_TOKENS` tokens would if weights came for nothing. Without drafts a
-step gives a token to each decode row and prefills the rest: T tokens of work for T + FIXED_TOKENS. A drafted token adds 1
-to the cost, and to the work the chance that it and all before it are what is sampled. So the likeliest come first, each
-only if it makes the work larger in proportion to the cost:
+A pass over T tokens costs about as much as `T + FIXED_TOKENS` tokens would if weights came for nothing. Without drafts
+a step gives a token to each decode row and prefills the rest: T tokens of work for T + FIXED_TOKENS. A drafted token
+adds 1 to the cost, and to the work the chance that it and all before it are what is sampled. So the likeliest come
+first, each only if it makes the work larger in proportion to the cost:
 
     chance ≥ work / cost        8 rows, nothing drafted yet: 8 / (8 + 24) = 0.25        100 rows: 0.81
 
 In wide steps only what is almost certain is drafted; a straggler gets long drafts. Where drafts fail the chances sink,
 and then nothing is drafted. What was seen is forgotten by and by, so it is tried again, rarely.
 
-Chances come from what happened in this run: to tokens behind suffixes of each length, and to each sequence lately. Times
-are not looked at, so a run is the same every time.
+Chances come from what happened in this run: to tokens behind suffixes of each length, and to each sequence lately.
+Times are not looked at, so a run is the same every time.
 """
 
 from __future__ import annotations
-
-from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
@@ -33,21 +31,6 @@ MOST_DRAFTED = 31  # of one sequence in one step; with the token that is known, 
 _HOPE, _HOPE_WEIGHT = 0.95, 4.0  # before anything is known: so many tokens, of which this share was right
 _RUN_WEIGHT = 4.0  # what the run knows weighs as much as so many tokens of a sequence's own
 _RUN_FORGETS, _SEQUENCE_FORGETS = 1 / 128, 1 / 16  # of what was seen, in each step
-
-
-@dataclass(frozen=True, slots=True)
-class Proposal:
-    """Tokens for R sequences.
-
-    Attributes:
-        counts: int64 [R], how many each gets, some none.
-        token_ids: int64 [tokens], sequence by sequence.
-        matched: int64 [tokens], length of the suffix that each was found behind, drafted tokens before it included.
-    """
-
-    counts: Int64Array
-    token_ids: Int64Array
-    matched: Int64Array
 
 
 class Speculation:
@@ -72,8 +55,8 @@ class Speculation:
         self._seen, self._right = (np.zeros(LONGEST_SUFFIX + 1) for _ in range(2))  # by length of the suffix
         self._own_seen, self._own_right = (np.zeros(len(may_have)) for _ in range(2))
 
-    def propose(self, sequences: Int64Array, room: Int64Array, work: int, budget: int) -> Proposal | None:
-        """Drafts for a step; None if nobody gets one.
+    def propose(self, sequences: Int64Array, room: Int64Array, work: int, budget: int) -> Drafted | None:
+        """Drafts for a step, with places for all R sequences in order; None if nobody gets one.
 
         Args:
             sequences: int64 [R], all that have a decode row.
@@ -83,16 +66,14 @@ class Speculation:
         """
         self._forget(sequences)
         rates = self._rates()
-        can = (self._list[sequences] >= 0) & (room > 0)
-        hope = self._blended(sequences, np.full(len(sequences), rates.max()))
-        at = np.flatnonzero(can & (hope * (work + FIXED_TOKENS) >= work))
+        at = np.flatnonzero(self._may_gain(sequences, rates, work) & (room > 0))
         if budget <= 0 or not len(at):
             return None
         asked = sequences[at]
         suffixes = self._generated.newest(asked, LONGEST_SUFFIX, START)
         found, matched = self._index.find(self._list[asked], suffixes)
         lengths = np.minimum(matched[:, None] + np.arange(MOST_DRAFTED), LONGEST_SUFFIX)
-        chances = np.cumprod(self._blended(asked[:, None], rates[lengths]), axis=1)
+        chances = np.cumprod(self._blended(asked[:, None], rates[lengths]), axis=1, dtype=np.float64)
         chances[np.arange(MOST_DRAFTED) >= np.where(matched > 0, room[at], 0)[:, None]] = 0
         counts = worthwhile(chances, work, budget)
         tokens = self._index.follow(np.maximum(found, 0), int(counts.max()))
@@ -101,23 +82,30 @@ class Speculation:
             return None
         of_row = np.zeros(len(sequences), np.int64)
         of_row[at] = taken.sum(axis=1)
-        return Proposal(of_row, tokens[taken], lengths[:, : tokens.shape[1]][taken])
+        return Drafted.of(of_row, tokens[taken], lengths[:, : tokens.shape[1]][taken])
 
-    def learn(self, sequences: Int64Array, drafted: Drafted, examined: npt.NDArray[np.bool_]) -> None:
-        """Takes note of what came of drafts.
+    def is_hopeful(self, sequences: Int64Array, work: int) -> bool:
+        """Whether any of these sequences might get a draft in a step of so much work, if they all had room."""
+        return bool(self._may_gain(sequences, self._rates(), work).any())
+
+    def learn(self, sequences: Int64Array, matched: Int64Array, is_right: npt.NDArray[np.bool_]) -> None:
+        """Takes note of what came of N drafted tokens: of those that were compared with the one that was sampled.
 
         Args:
-            sequences: int64 [N], `Step.sampled`.
-            drafted: of the step.
-            examined: bool [N], drafted tokens that were compared with one that was sampled; all but the last of a
-                sequence were right.
+            sequences: int64 [N], whose they were.
+            matched: int64 [N], length of the suffix that each was found behind.
+            is_right: bool [N], whether the same was sampled.
         """
-        at = np.flatnonzero(examined)
-        right = drafted.is_right[at]
-        np.add.at(self._seen, drafted.matched[at], 1)
-        np.add.at(self._right, drafted.matched[at], right)
-        np.add.at(self._own_seen, sequences[at], 1)
-        np.add.at(self._own_right, sequences[at], right)
+        np.add.at(self._seen, matched, 1)
+        np.add.at(self._right, matched, is_right)
+        np.add.at(self._own_seen, sequences, 1)
+        np.add.at(self._own_right, sequences, is_right)
+
+    def _may_gain(self, sequences: Int64Array, rates: Float64Array, work: int) -> npt.NDArray[np.bool_]:
+        """bool [sequences]: whether one drafted token would pay, behind whatever is found for it."""
+        hope = self._blended(sequences, np.full(len(sequences), rates.max()))
+        may_gain: npt.NDArray[np.bool_] = (self._list[sequences] >= 0) & (hope * (work + FIXED_TOKENS) >= work)
+        return may_gain
 
     def _forget(self, sequences: Int64Array) -> None:
         for counts in (self._seen, self._right):
