@@ -183,8 +183,8 @@ def _most_common(
     distinct, of_occurrence = np.unique(keys, return_inverse=True)
     _, first, votes = np.unique(_extended(keys, tokens), return_index=True, return_counts=True)
     order = np.lexsort((-first, votes, of_occurrence[first]))
-    pair_of_key = order[np.append(np.flatnonzero(np.diff(of_occurrence[first][order])), len(order) - 1)]
-    return distinct, positions[first[pair_of_key]] if len(order) else positions, of_occurrence
+    most_votes = np.searchsorted(of_occurrence[first][order], np.arange(len(distinct)), side="right") - 1
+    return distinct, positions[first[order[most_votes]]], of_occurrence
 
 
 def _seeds(lists: Int64Array) -> UInt64Array:

@@ -152,7 +152,7 @@ class Scheduler:
         """Whether the next step can, or had better, be scheduled only when the tokens of the last one are known."""
         if self._speculation is None:
             return False
-        return step.drafted is not None or self._speculation.is_hopeful(self._running, self._work())
+        return step.drafted is not None or self._speculation.is_worth_waiting(self._running)
 
     def schedule(self) -> Step:
         """The next step, to be run after all those before it. `update` must have been called for all but the last, and

@@ -28,6 +28,7 @@ Float64Array = npt.NDArray[np.float64]
 
 FIXED_TOKENS = 24  # measured on CPUs with SmolLM2-135M: passes of 1 and of 32 tokens take as long, 64 twice that
 MOST_DRAFTED = 31  # of one sequence in one step; with the token that is known, two multiples of the rows of a pass
+LEAST_GAIN = 1 / 8  # tokens of a row in a step: less is not worth that the device waits for the host
 _HOPE, _HOPE_WEIGHT = 0.95, 4.0  # before anything is known: so many tokens, of which this share was right
 _RUN_WEIGHT = 4.0  # what the run knows weighs as much as so many tokens of a sequence's own
 _RUN_FORGETS, _SEQUENCE_FORGETS = 1 / 128, 1 / 16  # of what was seen, in each step
@@ -54,6 +55,7 @@ class Speculation:
         self._list = np.where(may_have, drafts.of_sequence, -1)
         self._seen, self._right = (np.zeros(LONGEST_SUFFIX + 1) for _ in range(2))  # by length of the suffix
         self._own_seen, self._own_right = (np.zeros(len(may_have)) for _ in range(2))
+        self._rows, self._gained = 0.0, 0.0  # rows that could be given drafts, and tokens that were right
 
     def propose(self, sequences: Int64Array, room: Int64Array, work: int, budget: int) -> Drafted | None:
         """Drafts for a step, with places for all R sequences in order; None if nobody gets one.
@@ -66,7 +68,10 @@ class Speculation:
         """
         self._forget(sequences)
         rates = self._rates()
-        at = np.flatnonzero(self._may_gain(sequences, rates, work) & (room > 0))
+        could = (self._list[sequences] >= 0) & (room > 0)
+        self._rows += float(could.sum())
+        hope = self._blended(sequences, np.full(len(sequences), rates.max()))
+        at = np.flatnonzero(could & (hope * (work + FIXED_TOKENS) >= work))
         if budget <= 0 or not len(at):
             return None
         asked = sequences[at]
@@ -76,17 +81,15 @@ class Speculation:
         chances = np.cumprod(self._blended(asked[:, None], rates[lengths]), axis=1, dtype=np.float64)
         chances[np.arange(MOST_DRAFTED) >= np.where(matched > 0, room[at], 0)[:, None]] = 0
         counts = worthwhile(chances, work, budget)
-        tokens = self._index.follow(np.maximum(found, 0), int(counts.max()))
-        taken = (np.arange(tokens.shape[1]) < counts[:, None]) & (tokens >= 0)
+        # the last token of a completion is not drafted: if it is sampled, the sequence mostly ends with it
+        tokens = self._index.follow(np.maximum(found, 0), int(counts.max()) + 1)
+        tokens, goes_on = tokens[:, :-1], tokens[:, 1:] >= 0
+        taken = (np.arange(tokens.shape[1]) < counts[:, None]) & goes_on
         if not taken.any():
             return None
         of_row = np.zeros(len(sequences), np.int64)
         of_row[at] = taken.sum(axis=1)
         return Drafted.of(of_row, tokens[taken], lengths[:, : tokens.shape[1]][taken])
-
-    def is_hopeful(self, sequences: Int64Array, work: int) -> bool:
-        """Whether any of these sequences might get a draft in a step of so much work, if they all had room."""
-        return bool(self._may_gain(sequences, self._rates(), work).any())
 
     def learn(self, sequences: Int64Array, matched: Int64Array, is_right: npt.NDArray[np.bool_]) -> None:
         """Takes note of what came of N drafted tokens: of those that were compared with the one that was sampled.
@@ -100,16 +103,20 @@ class Speculation:
         np.add.at(self._right, matched, is_right)
         np.add.at(self._own_seen, sequences, 1)
         np.add.at(self._own_right, sequences, is_right)
+        self._gained += float(is_right.sum())
 
-    def _may_gain(self, sequences: Int64Array, rates: Float64Array, work: int) -> npt.NDArray[np.bool_]:
-        """bool [sequences]: whether one drafted token would pay, behind whatever is found for it."""
-        hope = self._blended(sequences, np.full(len(sequences), rates.max()))
-        may_gain: npt.NDArray[np.bool_] = (self._list[sequences] >= 0) & (hope * (work + FIXED_TOKENS) >= work)
-        return may_gain
+    def is_worth_waiting(self, sequences: Int64Array) -> bool:
+        """Whether to wait for the newest tokens of these sequences, so as to draft what follows.
+
+        It is if drafts have lately given a row a share of a token more in each step.
+        """
+        gain = (self._gained + _HOPE * _HOPE_WEIGHT) / (self._rows + _HOPE_WEIGHT)
+        return gain >= LEAST_GAIN and bool((self._list[sequences] >= 0).any())
 
     def _forget(self, sequences: Int64Array) -> None:
         for counts in (self._seen, self._right):
             counts *= 1 - _RUN_FORGETS
+        self._rows, self._gained = self._rows * (1 - _RUN_FORGETS), self._gained * (1 - _RUN_FORGETS)
         for counts in (self._own_seen, self._own_right):
             counts[sequences] *= 1 - _SEQUENCE_FORGETS
 
