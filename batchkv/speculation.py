@@ -81,6 +81,8 @@ class Speculation:
         chances = np.cumprod(self._blended(asked[:, None], rates[lengths]), axis=1, dtype=np.float64)
         chances[np.arange(MOST_DRAFTED) >= np.where(matched > 0, room[at], 0)[:, None]] = 0
         counts = worthwhile(chances, work, budget)
+        if not counts.any():
+            return None
         # the last token of a completion is not drafted: if it is sampled, the sequence mostly ends with it
         tokens = self._index.follow(np.maximum(found, 0), int(counts.max()) + 1)
         tokens, goes_on = tokens[:, :-1], tokens[:, 1:] >= 0

@@ -263,12 +263,14 @@ def test_conversations_go_on_from_kv_that_drafts_have_left(family: str, overlap:
         {"id": str(i), "prompt": "the answer to " + "and you " * (i % 3) + str(i), "parent": None} for i in range(6)
     ]
     rows += [{"id": f"{i} again", "prompt": "and then", "parent": str(i)} for i in range(6)]
-    engine = engine_of(family, overlap=overlap, page_size=4)
+    engine = engine_of(family, overlap=overlap, page_size=4, kv_memory="1MiB")
     alone = pa.Table.from_pylist([{"prompt": row["prompt"]} for row in rows[:6]])
     engine.run(alone, replace(SAMPLED, n=1, ignore_eos=True, temperature=0.0))
     plain, drafted = again(engine, pa.Table.from_pylist(rows), replace(GREEDY, max_tokens=20), recall)
     assert drafted["accepted_tokens"] > 0
-    assert drafted["cached_tokens"] == plain["cached_tokens"] > 0
+    # where a step is ahead, an extra row leaves the KV of an end token, which the next turn need not compute
+    extra = 6 if overlap else 0
+    assert 0 < plain["cached_tokens"] - extra <= drafted["cached_tokens"] <= plain["cached_tokens"]
 
 
 @pytest.mark.skipif(not is_covered(torch.float32), reason="the native kernel was not built")

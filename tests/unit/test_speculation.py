@@ -96,6 +96,14 @@ def test_the_last_token_of_a_completion_is_not_drafted() -> None:
     assert Rows(1, length=2).propose() is None
 
 
+def test_there_is_nothing_to_draft_from() -> None:
+    rows = Rows(2)
+    for references in ((), ((),), ((np.zeros(0, np.int32),),)):
+        drafts = Drafts(references, np.full(2, len(references) - 1))
+        speculation = Speculation(drafts, rows.generated, np.ones(2, bool))
+        assert speculation.propose(rows.numbers, np.full(2, 9), 2, 9) is None
+
+
 def test_who_may_have_none_and_who_has_no_list() -> None:
     rows = Rows(3)
     drafts = Drafts(tuple((tokens,) for tokens in rows.completions), np.array([0, 1, -1]))
