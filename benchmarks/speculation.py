@@ -118,7 +118,7 @@ def main(
     engine = Engine(model, dtype=dtype, max_batch_rows=max_batch_rows)
     wave = wave_of(engine, prompts, SamplingParams(n=n, max_tokens=max_tokens, temperature=temperature))
     first = run_epoch(engine, with_seed(wave, 0))
-    print(f"{describe()}, {torch.get_num_threads()} threads, load {load_average():.1f}")
+    print(f"{describe()}, {torch.get_num_threads()} threads, load {load_average():.1f}", flush=True)
     print("| random numbers | tokens | drafted | accepted | steps | s without | s with | ratio |")
     print("|---|---|---|---|---|---|---|---|")
     for name, seed in (("the same", 0), ("others", 1)):

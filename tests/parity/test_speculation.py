@@ -153,7 +153,7 @@ def test_what_is_repeated_takes_fewer_steps(
 @pytest.mark.parametrize("family", ["llama", "gemma2"])
 @pytest.mark.parametrize(
     "limits",
-    [{"max_batch_tokens": 11, "max_batch_rows": 7}, {"max_batch_rows": 2}, {"page_size": 4}, {"page_size": 1}],
+    [{"max_batch_tokens": 11, "max_batch_rows": 7, "page_size": 4}, {"max_batch_rows": 2, "page_size": 1}],
     ids=str,
 )
 def test_small_steps_and_pages(family: str, limits: dict[str, int], overlap: bool, recall: Recall) -> None:
