@@ -341,7 +341,17 @@ class Engine:
 
         Returns:
             What stays in the cache.
+
+        Raises:
+            UserError: the device is out of memory.
+            ValueError: drafts are of other sequences, or of tokens that the model does not have.
         """
+        drafts = options.drafts
+        if drafts is not None and drafts.highest_token >= self._facts.vocab_size:
+            raise ValueError(
+                f"token id {drafts.highest_token} in a reference completion: the model has {self._facts.vocab_size} "
+                "tokens, take completions of the same tokenizer"
+            )
         with _launching_on(self.device), paged_attention_of(self.model):
             with metrics.timed("plan"):
                 executor = self._executor(prepared, runner, cache, on_ended, metrics, progress, grammars, options)

@@ -84,7 +84,7 @@ class _Group:
 
 
 class KVCache:
-    """Sequences by handle. `fork`, `append`, `trim` and `free` are all there is.
+    """Sequences by handle. `fork`, `append`, `truncate`, `trim` and `free` are all there is.
 
     Args:
         num_pages: pages of each group.
@@ -123,6 +123,10 @@ class KVCache:
         width = self._num_pages(int(self._lengths[handles].max(initial=0)))
         table: npt.NDArray[np.int32] = self._groups[group].page_table[handles, :width]
         return table
+
+    def first_pages(self, group: int, handles: Handles) -> npt.NDArray[np.int64]:
+        """int64 [handles]: number of the first page that each sequence still holds."""
+        return self._groups[group].first_page[handles]
 
     def room(self, handle: int) -> int:
         """Tokens that can be appended to this sequence before a group runs out of pages."""
@@ -175,6 +179,18 @@ class KVCache:
         )
         return Appended(slots, copies)
 
+    def truncate(self, handles: Handles, lengths: npt.NDArray[np.int64]) -> None:
+        """Takes back tokens that were appended and not trimmed for: sequence `handles[i]` has `lengths[i]` left.
+
+        Pages that only they were in are given back.
+        """
+        old = self._num_pages_of(self._lengths[handles])
+        new = self._num_pages_of(lengths)
+        for i in np.flatnonzero(new < old).tolist():
+            for group in self._groups:
+                group.allocator.release(group.page_table[handles[i], new[i] : old[i]])
+        self._lengths[handles] = lengths
+
     def trim(self, handles: Handles) -> None:
         """Gives back the pages that no later token of these sequences can see through a window."""
         for group in self._groups:
@@ -206,10 +222,13 @@ class KVCache:
     def _num_pages(self, num_tokens: int) -> int:
         return -(-num_tokens // self.page_size)
 
+    def _num_pages_of(self, lengths: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+        return -(-lengths // self.page_size)
+
     def _fresh_pages(self, handles: Handles, counts: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
         """int64 [handles]: pages past the present last one."""
         old = self._lengths[handles]
-        return -(-(old + counts) // self.page_size) + (-old // self.page_size)
+        return self._num_pages_of(old + counts) - self._num_pages_of(old)
 
     def _writes_shared(self, group: _Group, handles: Handles, counts: npt.NDArray[np.int64]) -> npt.NDArray[np.bool_]:
         """bool [handles]: whether the first new token falls into a page that others hold too.

@@ -67,6 +67,11 @@ class Matchers:
         self._thread = ThreadPoolExecutor(1, "masks")
         self._executor = llguidance.LLExecutor()
 
+    @property
+    def is_constrained(self) -> BoolArray:
+        """bool [sequences]: who has a constraint and has not ended."""
+        return self._constraint >= 0
+
     def masks(self, sequences: Int64Array) -> AllowedTokens | None:
         """What the next tokens of sequences may be; None if all of them may have any.
 

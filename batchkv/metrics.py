@@ -20,6 +20,8 @@ class RunMetrics:
     scored_tokens: int = 0  # log-probabilities computed of given tokens; what several rows share counts once
     preempted_sequences: int = 0
     steps: int = 0
+    draft_tokens: int | None = None  # that went through the model; None if no drafts were given
+    accepted_tokens: int = 0  # generated tokens that had not cost a step of their own, as they were drafted
     wasted_rows: int = 0  # of sequences that had ended when the step ran, which was not known when it was scheduled
     peak_kv_tokens: int = 0
     load_s: float = 0.0
@@ -38,6 +40,11 @@ class RunMetrics:
         """All counters and times so far, by name; times in seconds."""
         numbers = asdict(self)
         return {name: round(value, 3) for name, value in numbers.items() if isinstance(value, (int, float))}
+
+    def count_drafts(self, drafted: int, accepted: int) -> None:
+        """Tokens of a step, or of none: from now on they are reported."""
+        self.draft_tokens = (self.draft_tokens or 0) + drafted
+        self.accepted_tokens += accepted
 
     @contextmanager
     def timed(self, name: str) -> Iterator[None]:

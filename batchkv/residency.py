@@ -82,7 +82,24 @@ class Residency:
         cost += self._expected_pages(sequence, num_generated)
         return bool((self._committed + cost <= self._limit).all())
 
+    def room(self, sequences: Int64Array) -> Int64Array:
+        """int64 [sequences]: how many tokens running sequences can be given before they outgrow what is committed."""
+        costs, nodes = self._plan.costs, self._plan.trie.prompt_node[self._plan.sequences.prompt[sequences]]
+        takes_over, handles = costs.takes_over[sequences], self._sequence_handle[sequences]
+        own_from = np.where(takes_over, self._plan.cached.cached_to[nodes], self._length[sequences])
+        committed = self._expected[:, sequences] + np.where(takes_over, costs.nodes[:, nodes], 0)
+        held_from = np.stack([self.cache.first_pages(group, handles) for group in range(len(self._windows))])
+        ends = np.maximum(held_from, own_from // self.cache.page_size) + committed
+        room: Int64Array = ends.min(axis=0) * self.cache.page_size - self.cache.lengths(handles)
+        return room
+
     # -- changes
+
+    def take_back(self, sequences: Int64Array, num_generated: Int64Array) -> None:
+        """Leaves running sequences so much KV as they have with `num_generated` tokens."""
+        handles = self._sequence_handle[sequences]
+        self.cache.truncate(handles, self._length[sequences] + num_generated - 1)  # the newest has none
+        self.cache.trim(handles)
 
     def admit(self, sequence: int, num_generated: int) -> list[int]:
         """Commits the pages of a sequence and of the nodes it misses; returns those, to be prefilled in this order."""

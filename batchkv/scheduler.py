@@ -19,7 +19,8 @@ from batchkv.kv_layout import KVLayout
 from batchkv.residency import Residency
 from batchkv.scoring import ScoreTable, build_score_table
 from batchkv.sequence import GeneratedTokens
-from batchkv.step import AttentionBatch, Step
+from batchkv.speculation import Speculation
+from batchkv.step import AttentionBatch, Drafted, Step
 from batchkv.token_arena import TokenArena
 
 Int64Array = npt.NDArray[np.int64]
@@ -53,10 +54,11 @@ class _Rows:
         handles, counts: int64 [rows], sequences in the cache and their new tokens.
         token_ids, token_sources: int64 [tokens], row by row, as in `Step`.
         appended: where the tokens go.
-        sampled, sampled_row: int64 [sequences], who samples from the last token of which of these rows.
+        sampled, sampled_token: int64 [N], who samples from which of these tokens.
         scored, scored_token: int64 [entries], entries of the score table, and which of these tokens each is scored at.
         scored_sequences: int64 [sequences], who has all scores with these rows.
         completes: the prefill that the chunk is the last one of.
+        drafted: of decode rows with more tokens than one.
     """
 
     order: Int64Array
@@ -66,11 +68,17 @@ class _Rows:
     token_sources: Int64Array
     appended: Appended
     sampled: Int64Array
-    sampled_row: Int64Array
+    sampled_token: Int64Array
     scored: Int64Array
     scored_token: Int64Array
     scored_sequences: Int64Array
     completes: Prefill | None = None
+    drafted: Drafted | None = None
+
+    @property
+    def settled_handles(self) -> Int64Array:
+        """Those of which no token will be taken back."""
+        return self.handles if self.drafted is None else self.handles[self.counts == 1]
 
 
 class Scheduler:
@@ -79,6 +87,8 @@ class Scheduler:
     A step may be scheduled before the tokens of the one before it are known. What can be told without them happens at
     once: who starts, and who ends by length. Who ended by a token is told by `update`, and may have one more row by
     then, whose result nobody takes.
+
+    A step with drafts is different: what follows depends on its tokens, which must be known before the next one.
 
     Args:
         plan: what to run.
@@ -89,6 +99,7 @@ class Scheduler:
         max_batch_rows: most sequences in flight.
         max_batch_tokens: most tokens in a step.
         cache: what the plan goes on from; by default a new one.
+        speculation: drafts tokens; by default there are no drafts.
     """
 
     def __init__(
@@ -102,8 +113,10 @@ class Scheduler:
         max_batch_rows: int,
         max_batch_tokens: int,
         cache: KVCache | None = None,
+        speculation: Speculation | None = None,
     ) -> None:
         self.preempted_sequences = 0
+        self._speculation = speculation
         self._plan, self._arena, self._generated = plan, arena, generated
         self._scores = build_score_table(plan.trie, plan.sequences, arena) if scores is None else scores
         self._is_scored = plan.sequences.is_scored
@@ -135,8 +148,16 @@ class Scheduler:
         self._residency.release_nodes()
         return self._residency.kept
 
+    def awaits(self, step: Step) -> bool:
+        """Whether the next step can, or had better, be scheduled only when the tokens of the last one are known."""
+        if self._speculation is None:
+            return False
+        return step.drafted is not None or self._speculation.is_worth_waiting(self._running)
+
     def schedule(self) -> Step:
-        """The next step, to be run after all those before it. `update` must have been called for all but the last."""
+        """The next step, to be run after all those before it. `update` must have been called for all but the last, and
+        for that too if it has drafts.
+        """
         self._make_room()
         self._admit()
         parts = self._decode_rows()
@@ -161,7 +182,12 @@ class Scheduler:
         """Takes note of the sequences of `step.sampled` that ended with the tokens they got.
 
         Those that have all the tokens they may have are known to have ended before.
+
+        Args:
+            ended: bool [N], true in one of a sequence's places at most.
         """
+        if step.drafted is not None:
+            self._take_back(step.sampled[(step.drafted.before == 0) & (step.drafted.token_ids >= 0)])
         ending = step.sampled[ended]
         ending = ending[~self._has_ended[ending]]
         self._has_ended[ending] = True
@@ -172,8 +198,8 @@ class Scheduler:
 
     def _advance(self, step: Step, parts: list[_Rows]) -> None:
         """What follows from a step whatever its tokens are: who ends by length, and who starts that waited for it."""
-        self._cache.trim(np.concatenate([part.handles for part in parts]))
-        self._drawn[step.sampled] += 1
+        self._cache.trim(np.concatenate([part.settled_handles for part in parts]))
+        self._drawn[step.sampled] += 1  # one for each sequence, whatever is drafted
         self._place[step.sampled] = np.arange(len(step.sampled))
         full = step.sampled[self._drawn[step.sampled] >= self._plan.sequences.max_new_tokens[step.sampled]]
         full = np.concatenate([full, step.scored_sequences])
@@ -186,6 +212,11 @@ class Scheduler:
                     if not self._has_ended[sequence]:
                         self._start(sequence)
         self._leave(full, self._drawn)
+
+    def _take_back(self, drafted: Int64Array) -> None:
+        """Of what sequences with drafts had in the last step, the KV of those tokens stays that they were given."""
+        self._drawn[drafted] = self._generated.lengths[drafted]
+        self._residency.take_back(drafted, self._drawn[drafted].astype(np.int64))
 
     def _leave(self, ended: Int64Array, num_generated: npt.NDArray[np.int32]) -> None:
         """Frees all that only sequences that have ended needed. num_generated: int32 [sequences]."""
@@ -277,27 +308,58 @@ class Scheduler:
     # -- rows
 
     def _decode_rows(self) -> list[_Rows]:
-        """One token for each running sequence, the oldest first if there are more than a step holds."""
+        """The newest token of each running sequence, the oldest first if there are more than a step holds; and what is
+        drafted to follow it.
+        """
         sequences = self._running[: self._max_batch_tokens]
         if len(sequences) == 0:
             return []
-        handles, counts = self._residency.handles(sequences), np.ones(len(sequences), np.int64)
         is_known = self._generated.lengths[sequences] == self._drawn[sequences]
+        handles, counts, sampled = self._residency.handles(sequences), np.ones(len(sequences), np.int64), sequences
+        token_ids = np.where(is_known, self._generated.last_token[sequences], 0).astype(np.int64)
+        token_sources = np.where(is_known, -1, self._place[sequences])
+        drafted = self._draft(sequences, is_known)
+        if drafted is not None:
+            counts = drafted.counts
+            sampled, token_ids, token_sources = (np.repeat(a, counts) for a in (sequences, token_ids, token_sources))
+            token_ids[drafted.before > 0] = drafted.token_ids[drafted.token_ids >= 0]
         return [
             _Rows(
                 order=2 * sequences + 1,
                 handles=handles,
                 counts=counts,
-                token_ids=np.where(is_known, self._generated.last_token[sequences], 0).astype(np.int64),
-                token_sources=np.where(is_known, -1, self._place[sequences]),
+                token_ids=token_ids,
+                token_sources=token_sources,
                 appended=self._cache.append(handles, counts),
-                sampled=sequences,
-                sampled_row=np.arange(len(sequences)),
+                sampled=sampled,
+                sampled_token=np.arange(len(sampled)),
                 scored=_NOTHING,
                 scored_token=_NOTHING,
                 scored_sequences=_NOTHING,
+                drafted=drafted,
             )
         ]
+
+    def _draft(self, sequences: Int64Array, is_known: npt.NDArray[np.bool_]) -> Drafted | None:
+        """What may follow the newest tokens of running sequences, where these tokens are known; None if nothing may."""
+        if self._speculation is None:
+            return None
+        left = self._plan.sequences.max_new_tokens[sequences] - self._drawn[sequences]
+        room = np.where(is_known, np.minimum(left, self._residency.room(sequences)) - 1, 0)
+        work = self._work()
+        return self._speculation.propose(sequences, room, work, self._max_batch_tokens - work)
+
+    def _work(self) -> int:
+        """Tokens of the next step without drafts, or a few more than that."""
+        work = len(self._running)
+        for prefill in self._prefills:
+            if work >= self._max_batch_tokens:
+                break
+            if isinstance(prefill, NodePrefill):
+                work += int(self._plan.trie.end[prefill.node] - self._plan.trie.start[prefill.node])
+            else:
+                work += int(self._drawn[prefill.sequence]) - 1
+        return min(work, self._max_batch_tokens)
 
     def _prefill_chunk(self, prefill: Prefill, budget: int) -> _Rows | None:
         """The next tokens of a prefill; None if its pages have to wait for others to leave a window."""
@@ -329,7 +391,7 @@ class Scheduler:
             token_sources=np.full(count, -1),
             appended=self._cache.append(handles, counts),
             sampled=sampled,
-            sampled_row=np.zeros_like(sampled),
+            sampled_token=np.full_like(sampled, count - 1),
             scored=scored,
             scored_token=scored_token,
             scored_sequences=ready[self._is_scored[ready]],
@@ -379,18 +441,19 @@ class Scheduler:
         attention = tuple(
             self._attention_batch(group, parts, handles, cu_seqlens, token) for group in range(len(self._windows))
         )
-        sampled_row = _joined([part.sampled_row for part in parts], [len(part.handles) for part in parts])
-        sampled_token = cu_seqlens[1:][_inverse(order)[sampled_row]] - 1
-        scored_token = _joined([part.scored_token for part in parts], [len(part.token_ids) for part in parts])
-        wanted = np.concatenate([sampled_token, _inverse(token)[scored_token]])
+        lengths = [len(part.token_ids) for part in parts]
+        sampled_token = _joined([part.sampled_token for part in parts], lengths)
+        scored_token = _joined([part.scored_token for part in parts], lengths)
+        wanted = _inverse(token)[np.concatenate([sampled_token, scored_token])]
         logits_tokens, logits = np.unique(wanted, return_inverse=True)
+        sampled, drafted = np.concatenate([part.sampled for part in parts]), parts[0].drafted  # decode rows come first
         return Step(
             token_ids=np.concatenate([part.token_ids for part in parts])[token],
             token_sources=np.concatenate([part.token_sources for part in parts])[token],
             positions=attention[0].query_positions,
             attention=attention,
             logits_tokens=logits_tokens,
-            sampled=np.concatenate([part.sampled for part in parts]),
+            sampled=sampled,
             sampled_logits=logits[: len(sampled_token)],
             scored=np.concatenate([part.scored for part in parts]),
             scored_logits=logits[len(sampled_token) :],
@@ -398,6 +461,7 @@ class Scheduler:
             prefill_tokens=prefill_tokens,
             recomputed_tokens=recomputed_tokens,
             pages_held=self._cache.num_held,
+            drafted=drafted.padded(len(sampled)) if drafted else None,
         )
 
     def _attention_batch(

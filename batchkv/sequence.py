@@ -79,6 +79,14 @@ class GeneratedTokens:
         """float32 [length]: a view."""
         return self._logprobs[self._slot[sequence], : self.lengths[sequence]]
 
+    def newest(self, sequences: npt.NDArray[np.int64], count: int, before_first: int) -> npt.NDArray[np.int64]:
+        """int64 [R, count]: the last tokens of sequences that have some, the newest first; `before_first` where there
+        are no more.
+        """
+        at = self.lengths[sequences][:, None] - 1 - np.arange(count)
+        tokens = self._tokens[self._slot[sequences][:, None], np.maximum(at, 0)]
+        return np.where(at >= 0, tokens, before_first).astype(np.int64)
+
     def drop(self, sequence: int) -> None:
         """Its tokens have been taken elsewhere, if it has any; the slot is free again."""
         if self._slot[sequence] >= 0:

@@ -54,6 +54,51 @@ class AttentionBatch:
 
 
 @dataclass(frozen=True, slots=True)
+class Drafted:
+    """Tokens that are drafted in a step: a decode row is a sequence's newest token and what is drafted to follow it.
+
+    Each of these tokens is sampled from, so a sequence has one place in `Step.sampled` for each, one after the other.
+    What is sampled in a place counts if, in the place before, what was sampled counts and is what was drafted.
+
+    Attributes:
+        before: int64 [N], how many places of the same sequence are before each.
+        token_ids: int64 [N], what is drafted to be sampled in each place, and stands behind it in the row; -1 in the
+            last place of each sequence.
+        matched: int64 [N], length of the suffix that it was found behind; 0 where nothing is drafted.
+    """
+
+    before: Int64Array
+    token_ids: Int64Array
+    matched: Int64Array
+
+    @property
+    def num_tokens(self) -> int:
+        return int((self.token_ids >= 0).sum())
+
+    @property
+    def counts(self) -> Int64Array:
+        """int64: places of each sequence."""
+        return np.diff(np.flatnonzero(self.before == 0), append=len(self.before))
+
+    @classmethod
+    def of(cls, counts: Int64Array, token_ids: Int64Array, matched: Int64Array) -> Drafted:
+        """For R sequences, of which each gets `counts[r]` of the tokens, in order."""
+        places = counts + 1
+        before = np.arange(places.sum()) - np.repeat(np.cumsum(places) - places, places)
+        is_drafted = before < np.repeat(counts, places)
+        drafted = cls(before, np.full(len(before), -1), np.zeros(len(before), np.int64))
+        drafted.token_ids[is_drafted], drafted.matched[is_drafted] = token_ids, matched
+        return drafted
+
+    def padded(self, length: int) -> Drafted:
+        """With more places, N in all, of sequences that have one each."""
+        more = (0, length - len(self.before))
+        return Drafted(
+            np.pad(self.before, more), np.pad(self.token_ids, more, constant_values=-1), np.pad(self.matched, more)
+        )
+
+
+@dataclass(frozen=True, slots=True)
 class Step:
     """What the model is given, and who wants its logits.
 
@@ -63,7 +108,7 @@ class Step:
         positions: int64 [T], absolute.
         attention: one batch per group of layers.
         logits_tokens: int64 [L], the tokens of the step whose logits are wanted.
-        sampled: int64 [N], sequences that get their next token from this step.
+        sampled: int64 [N], sequences that get their next token from this step, or their next ones if it has drafts.
         sampled_logits: int64 [N], which of the L logits each of them samples from (all samples of a prompt from one).
         scored: int64 [M], entries of the `ScoreTable`: given tokens that get their log-probability from this step.
         scored_logits: int64 [M], which of the L logits each of them is scored with.
@@ -71,6 +116,7 @@ class Step:
         prefill_tokens: tokens that go through the model as prompt, recomputed ones included.
         recomputed_tokens: of these, tokens that went through it before and were given up under memory pressure.
         pages_held: int64 [groups], KV pages in use while the step runs.
+        drafted: tokens that are drafted; None if there are none.
     """
 
     token_ids: Int64Array
@@ -86,6 +132,7 @@ class Step:
     prefill_tokens: int
     recomputed_tokens: int
     pages_held: Int64Array
+    drafted: Drafted | None = None
 
     @property
     def num_tokens(self) -> int:

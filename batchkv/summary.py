@@ -58,8 +58,16 @@ class FinishedRun:
             "kv_budget_tokens": totals.kv_budget_tokens,
             "kv_bytes_per_token": totals.kv_bytes_per_token,
             "steps": metrics.steps,
+            **self._drafts(),
             "graph_steps": metrics.graph_steps,
             **self.how,
             **{f"{name}_s": round(getattr(metrics, f"{name}_s"), 3) for name in _TIMES},
             "generated_tokens_per_s": round(metrics.generated_tokens / running_s, 2) if running_s > 0 else 0.0,
         }
+
+    def _drafts(self) -> dict[str, int]:
+        """What came of drafts, if any were given."""
+        metrics = self.metrics
+        if metrics.draft_tokens is None:
+            return {}
+        return {"draft_tokens": metrics.draft_tokens, "accepted_tokens": metrics.accepted_tokens}

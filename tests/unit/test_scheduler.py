@@ -18,6 +18,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+from batchkv.drafts import Drafts
 from batchkv.job_plan import Plan
 from batchkv.kernels.shared_segments import find_shared_segments
 from batchkv.kv_layout import KVLayout, LayerSpec
@@ -27,6 +28,7 @@ from batchkv.sampling_params import SamplingParams
 from batchkv.scheduler import Scheduler
 from batchkv.scoring import SCORING, Scored, build_score_table
 from batchkv.sequence import GeneratedTokens
+from batchkv.speculation import Speculation
 from batchkv.step import AttentionBatch, Step
 from batchkv.token_arena import TokenArena
 from batchkv.trie import build_trie
@@ -57,6 +59,8 @@ class Case:
     A row that is scored has its first scored position and its last token in `scored`; its parameters are `SCORING`.
     Sample `s` of row `r` ends with `ends_at[r][s % len]` tokens at the latest; if (r, s) is in `fails`, the last of
     them cannot be sampled.
+
+    Drafts have every generated token, but others in place of those of these numbers; without a set there are no drafts.
     """
 
     prompts: tuple[Text, ...]
@@ -70,6 +74,7 @@ class Case:
     ends_at: tuple[tuple[int, ...], ...] = ()
     fails: frozenset[tuple[int, int]] = frozenset()
     scored: tuple[tuple[int, int] | None, ...] = ()
+    wrong_drafts: frozenset[int] | None = None
 
     @cached_property
     def arena(self) -> TokenArena:
@@ -184,6 +189,8 @@ class Run:
     recomputed_tokens: int = 0
     decoded_tokens: int = 0
     wasted_rows: int = 0
+    draft_tokens: int = 0
+    accepted_tokens: int = 0
     most_in_flight: int = 0
     texts: Counter[Text] = field(default_factory=Counter)
 
@@ -192,6 +199,7 @@ class Run:
         self.prefill_tokens += step.prefill_tokens
         self.recomputed_tokens += step.recomputed_tokens
         self.decoded_tokens += step.num_tokens - step.prefill_tokens
+        self.draft_tokens += step.drafted.num_tokens if step.drafted else 0
         self.texts.update(texts)
         assert self.steps < 5_000
 
@@ -208,6 +216,7 @@ class Driver:
         self.generated = GeneratedTokens(num_sequences)
         self.table = build_score_table(self.plan.trie, self.plan.sequences, case.arena)
         self.scored: dict[int, Text] = {}  # the text before each entry that has been scored
+        self.speculation = self._speculation()
         self.scheduler = Scheduler(
             self.plan,
             case.arena,
@@ -216,6 +225,7 @@ class Driver:
             self.table,
             max_batch_rows=case.max_batch_rows,
             max_batch_tokens=case.max_batch_tokens,
+            speculation=self.speculation,
         )
         self.shadow = Shadow(self.plan.memory.pool_pages, self.plan.memory.page_size)
         self.outputs: list[list[int]] = [[] for _ in range(num_sequences)]
@@ -231,7 +241,7 @@ class Driver:
             if launched is not None:
                 self._finish(launched)
             launched = step
-            if not self.overlap:
+            if not self.overlap or self.scheduler.awaits(step):
                 self._finish(launched)
                 launched = None
         if launched is not None:
@@ -247,7 +257,9 @@ class Driver:
     def _check_scheduled(self, step: Step) -> None:
         self.scheduler._cache.check_integrity()
         assert self.scheduler._residency.num_in_flight <= self.case.max_batch_rows
-        assert len(set(step.sampled.tolist())) == len(step.sampled)
+        places = list(zip(step.sampled.tolist(), _before(step).tolist(), strict=True))
+        assert len(set(places)) == len(places)
+        assert all(not before or (sequence, before - 1) in places for sequence, before in places)
         assert self.overlap or (step.token_sources < 0).all()
         self.run.most_in_flight = max(self.run.most_in_flight, self.scheduler._residency.num_in_flight)
 
@@ -261,11 +273,34 @@ class Driver:
         ends = np.zeros(len(step.sampled), bool)
         self.drawn = np.zeros(len(step.sampled), np.int64)
         for i, (sequence, text) in enumerate(zip(step.sampled.tolist(), sampled_text, strict=True)):
-            self.drawn[i], ends[i] = self._sample(sequence, text)
+            if _before(step)[i] == 0 or (self._is_right(step, i - 1) and not ends[i - 1]):
+                self.drawn[i], ends[i] = self._sample(sequence, text)
+                self.run.accepted_tokens += int(_before(step)[i] > 0)
         self._score(step, texts)
         self.scheduler.update(step, ends)
         self.scheduler._cache.check_integrity()
         self.run.count(step, texts)
+
+    def _speculation(self) -> Speculation | None:
+        wrong = self.case.wrong_drafts
+        if wrong is None:
+            return None
+        outputs = [
+            [_token(sequence, i if i not in wrong else MOST_NEW_TOKENS - 1) for i in range(12)]
+            for sequence in range(len(self.plan.sequences))
+        ]
+        drafts = Drafts(tuple((np.array(tokens),) for tokens in outputs), np.arange(len(outputs)))
+        return Speculation(drafts, self.generated, ~self.plan.sequences.is_scored)
+
+    def _is_right(self, step: Step, place: int) -> bool:
+        """Whether what was sampled in a place counts, and is what was drafted; places that do not count have 0."""
+        if step.drafted is None or step.drafted.token_ids[place] < 0 or not self.drawn[place]:
+            return False
+        is_right = bool(step.drafted.token_ids[place] == self.drawn[place])
+        sequences, matched = step.sampled[[place]], step.drafted.matched[[place]]
+        assert self.speculation is not None
+        self.speculation.learn(sequences, matched, np.array([is_right]))
+        return is_right
 
     def _score(self, step: Step, texts: list[Text]) -> None:
         """Every entry is scored once, and all of a sequence before it ends."""
@@ -288,7 +323,7 @@ class Driver:
         """The token that is sampled after a text, and whether its sequence ends with it."""
         assert not self.plan.sequences.is_scored[sequence]
         output = self.outputs[sequence]
-        token = FIRST_GENERATED + MOST_NEW_TOKENS * sequence + len(output)
+        token = _token(sequence, len(output))
         seen = (*self.case.prompts[self.plan.sequences.row[sequence]], *output)
         if self.ended_in[sequence] >= 0:  # a token of it may be there that nobody took
             assert self.overlap
@@ -306,6 +341,15 @@ class Driver:
             self.generated.drop(sequence)
             self.ended_in[sequence] = self.run.steps
         return token, ends
+
+
+def _token(sequence: int, number: int) -> int:
+    return FIRST_GENERATED + MOST_NEW_TOKENS * sequence + number
+
+
+def _before(step: Step) -> npt.NDArray[np.int64]:
+    """int64 [N]: places of the same sequence before each."""
+    return np.zeros(len(step.sampled), np.int64) if step.drafted is None else step.drafted.before
 
 
 def drive(case: Case, *, overlap: bool) -> Run:
@@ -371,6 +415,7 @@ def _check_totals(case: Case, run: Run) -> None:
         assert run.plan.prefill_tokens == sum(map(len, case.prompts))
 
 
+WRONG_DRAFTS = st.one_of(st.none(), st.frozensets(st.integers(1, 8), max_size=4))
 PARAMS = st.builds(
     SamplingParams,
     n=st.sampled_from([1, 1, 2, 5]),
@@ -416,6 +461,7 @@ def cases(draw: st.DrawFn) -> Case:
         ends_at=tuple(draw(ends_at) for _ in prompts),
         fails=frozenset(draw(st.sets(st.tuples(st.integers(0, 10), st.integers(0, 2)), max_size=2))),
         scored=scored,
+        wrong_drafts=draw(WRONG_DRAFTS),
     )
 
 
@@ -441,6 +487,25 @@ def test_every_sequence_sees_exactly_its_tokens_and_every_trie_token_is_computed
     assert run.preempted == run.recomputed_tokens == 0  # too few end for a guess at how long the others get
 
 
+@in_both_modes
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_drafts_that_are_right_save_steps(layout: str, overlap: bool) -> None:
+    plain = Case(
+        prompts=((1, 2, 3), (1, 2)),
+        params=(SamplingParams(n=2, max_tokens=12, temperature=1.0),) * 2,
+        layout=LAYOUTS[layout],
+        extra_bytes=1_000,
+        max_batch_rows=8,
+        max_batch_tokens=64,
+    )
+    drafted = drive(replace(plain, wrong_drafts=frozenset()), overlap=overlap)
+    assert 0 < drafted.accepted_tokens <= drafted.draft_tokens
+    # the wrong token and the one behind it are not drafted right, and the sequences need three steps at least
+    half = drive(replace(plain, wrong_drafts=frozenset({6})), overlap=overlap)
+    assert 0 < half.accepted_tokens < half.draft_tokens
+    assert drafted.steps < half.steps < drive(plain, overlap=overlap).steps
+
+
 @st.composite
 def surprises(draw: st.DrawFn) -> Case:
     """So many samples of a first row end at once that all rows are expected to be short; then they are not."""
@@ -459,6 +524,7 @@ def surprises(draw: st.DrawFn) -> Case:
         page_size=draw(st.sampled_from([1, 2, 3, 4])),
         ends_at=((1,), *[(12, draw(st.integers(1, 12))) for _ in prompts]),
         scored=(None, *scored),
+        wrong_drafts=draw(WRONG_DRAFTS),
     )
 
 
