@@ -385,7 +385,8 @@ def _entropies(weights_BNK: torch.Tensor) -> torch.Tensor:
     """Of the distributions that weights of at most 1 are of, in nats: fp32 [B]."""
     mass_B = weights_BNK.sum(-1).double().sum(-1)
     # entr is -w log w, 0 for tokens without weight; those that fp32 cannot tell from none add nothing that shows
-    return (mass_B.log() + torch.special.entr(weights_BNK).sum(-1).double().sum(-1) / mass_B).float()
+    spread_B: torch.Tensor = torch.special.entr(weights_BNK).sum(-1).double().sum(-1)
+    return (mass_B.log() + spread_B / mass_B).float()
 
 
 def _draw_chunk(

@@ -35,12 +35,14 @@ class Draw:
         weight_version: of the policy.
         may_go_on: whether samples may be continued when they have ended, so that their KV is worth keeping; otherwise
             that of prompts is.
+        record_sampling: whether samples tell what their tokens were drawn from (`Trajectory.sampling`).
     """
 
     params: SamplingParams
     step: int
     weight_version: int
     may_go_on: bool = False
+    record_sampling: bool = False
 
     def goes_on(self, rows: Int64Array, samples: Int64Array) -> npt.NDArray[np.bool_]:
         """Of outputs, whether they may be continued."""
@@ -78,12 +80,22 @@ def grow(
             raise UserError(f"{_name(branches[number])}: {error.message}")
     ended = _Ended(branches, prepared)
     if kv is not None and expected is not None:
-        kept = engine.execute(prepared, kv.runner, kv.cache, ended.note, metrics)
+        kept = engine.execute(prepared, kv.runner, kv.cache, ended.note, metrics, record_sampling=draw.record_sampling)
         kv.keep(prepared, kept, draw.goes_on)
         kv.expect(expected, ended.token_ids)
     else:
-        execute_alone(engine, prepared, ended.note, metrics)
+        execute_alone(engine, prepared, ended.note, metrics, record_sampling=draw.record_sampling)
     return ended.trajectories(draw.weight_version), prepared.plan
+
+
+def check_recorded(branches: Sequence[Branch]) -> None:
+    """Raises UserError if what a branch goes on from was not recorded: the record of its samples would have gaps."""
+    for branch in branches:
+        if len(branch.trunk) and branch.trunk.sampling is None:
+            raise UserError(
+                f"{_name(branch)} goes on from tokens that were drawn without record_sampling: use it from the first "
+                "rollout of a sample on, or not at all"
+            )
 
 
 def with_room(branches: Sequence[Branch], context_length: int | None) -> tuple[list[Branch], list[Trajectory]]:
@@ -131,13 +143,23 @@ def execute_alone(
     prepared: PreparedWave,
     on_ended: OnEnded,
     metrics: RunMetrics,
+    *,
+    record_sampling: bool = False,
     score_temperature: float = 1.0,
 ) -> None:
     """Computes a wave in a pool that is made for it; arguments as of `Engine.execute`."""
     memory = prepared.plan.memory
     runner = engine.new_runner(memory.pool_pages, memory.page_size)
     try:
-        engine.execute(prepared, runner, None, on_ended, metrics, score_temperature=score_temperature)
+        engine.execute(
+            prepared,
+            runner,
+            None,
+            on_ended,
+            metrics,
+            record_sampling=record_sampling,
+            score_temperature=score_temperature,
+        )
     finally:
         runner.release()
 

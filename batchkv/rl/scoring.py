@@ -49,7 +49,13 @@ def score(policy: nn.Module | Engine, batch: RolloutBatch, **config: Any) -> Rag
         for request, error in prepared.errors.items():
             raise UserError(f"row {rows[request]}: {error.message}")
         with left_as_it_was(engine.model):
-            execute_alone(engine, prepared, lambda ended: found.update(ended), RunMetrics(), batch.temperature)
+            execute_alone(
+                engine,
+                prepared,
+                lambda ended: found.update(ended),
+                RunMetrics(),
+                score_temperature=batch.temperature,
+            )
         sequences = prepared.plan.sequences.output_sequence.tolist()
         for row, sequence in zip(rows.tolist(), sequences, strict=True):
             scores = found[sequence]
