@@ -387,4 +387,4 @@ class Executor:
 
 def _copies(source: SampledFrom | None) -> HostCopies | None:
     """On their way to the host, if it was told what tokens were drawn from."""
-    return HostCopies(source.logprobs, source.kept_ids, source.kept_counts) if source else None
+    return HostCopies(source.logprobs, source.entropies, source.kept_ids, source.kept_counts) if source else None

@@ -105,12 +105,15 @@ class SampledFrom:
 
     Attributes:
         logprobs: float32 [B]: `Sampled.logprobs`, to the bit, where all tokens were kept; 0 for greedy rows.
+        entropies: float32 [B], in nats, of softmax(logits / temperature) (greedy rows: of the logits) over all of the
+            vocabulary, before any filter.
         kept_ids: int32 [kept], the tokens that were allowed and passed all filters, by row, ascending within it. For a
             greedy row its token. Tokens with a weight of 0 in fp32 cannot be drawn and are not among them.
         kept_counts: int64 [B], how many of these each row has; 0 where all of the vocabulary was kept.
     """
 
     logprobs: torch.Tensor
+    entropies: torch.Tensor
     kept_ids: torch.Tensor
     kept_counts: torch.Tensor
 
@@ -318,6 +321,7 @@ class _Choice:
         weights: fp32 [B, N, K], of the tokens kept; 0 at all others.
         mass: float64 [B], the sums of these.
         logits: fp32 [B, V], of all tokens.
+        entropies: fp32 [B], of all tokens before any filter.
         is_limited: whether only some were allowed.
     """
 
@@ -326,6 +330,7 @@ class _Choice:
     weights: torch.Tensor
     mass: torch.Tensor
     logits: torch.Tensor
+    entropies: torch.Tensor
     is_limited: bool
 
 
@@ -334,6 +339,7 @@ class _Sources:
 
     def __init__(self, num_rows: int, device: torch.device) -> None:
         self._logprobs_B = torch.zeros(num_rows, device=device)
+        self._entropies_B = torch.zeros(num_rows, device=device)
         self._counts_B = torch.zeros(num_rows, dtype=torch.int64, device=device)
         self._rows: list[torch.Tensor] = []
         self._ids: list[torch.Tensor] = []
@@ -341,6 +347,7 @@ class _Sources:
     def add(self, rows: torch.Tensor, kind: _Kind, choice: _Choice) -> None:
         """Rows (int64) of one kind, in ascending order."""
         self._rows.append(rows)
+        self._entropies_B[rows] = choice.entropies
         if kind is _Kind.GREEDY:
             self._ids.append(choice.tokens.int())
             self._counts_B[rows] = 1
@@ -353,7 +360,8 @@ class _Sources:
     def gathered(self) -> SampledFrom:
         """With the ids in the order of the rows."""
         if not self._ids:
-            return SampledFrom(self._logprobs_B, self._counts_B.new_empty(0, dtype=torch.int32), self._counts_B)
+            no_ids = self._counts_B.new_empty(0, dtype=torch.int32)
+            return SampledFrom(self._logprobs_B, self._entropies_B, no_ids, self._counts_B)
         ids, rows = torch.cat(self._ids), torch.cat(self._rows)
         counts = self._counts_B[rows]
         shift_B = torch.empty_like(self._counts_B)
@@ -361,7 +369,7 @@ class _Sources:
         shift_B -= self._counts_B.cumsum(0) - self._counts_B
         at = torch.arange(len(ids), device=ids.device)
         at += shift_B.repeat_interleave(self._counts_B, output_size=len(ids))
-        return SampledFrom(self._logprobs_B, ids[at], self._counts_B)
+        return SampledFrom(self._logprobs_B, self._entropies_B, ids[at], self._counts_B)
 
 
 def _kept(weights_BNK: torch.Tensor, logits_BV: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -371,6 +379,14 @@ def _kept(weights_BNK: torch.Tensor, logits_BV: torch.Tensor) -> tuple[torch.Ten
     counts_B.masked_fill_(counts_B == (logits_BV > -torch.inf).sum(-1), 0)
     kept_BV &= (counts_B > 0)[:, None]
     return kept_BV.nonzero()[:, 1].int(), counts_B
+
+
+def _entropies(weights_BNK: torch.Tensor) -> torch.Tensor:
+    """Of the distributions that weights of at most 1 are of, in nats: fp32 [B]."""
+    mass_B = weights_BNK.sum(-1).double().sum(-1)
+    # entr is -w log w, 0 for tokens without weight; those that fp32 cannot tell from none add nothing that shows
+    spread_B: torch.Tensor = torch.special.entr(weights_BNK).sum(-1).double().sum(-1)
+    return (mass_B.log() + spread_B / mass_B).float()
 
 
 def _draw_chunk(
@@ -390,6 +406,9 @@ def _draw_chunk(
     weights_BNK = _weights(open_BV, best_B, rows.temperature)
     sums_BN = weights_BNK.sum(-1)
     open_mass_B = sums_BN.double().sum(-1)
+    entropies_B = None
+    if on_drawn:  # of all tokens, so before the filters, which work in place
+        entropies_B = _entropies(weights_BNK if allowed_BV is None else _whole(logits_BV, rows.temperature)[1])
     if kind is _Kind.FILTERED:
         weights_BV = weights_BNK.flatten(1)[:, :vocabulary]
         _filter(weights_BV, open_BV, best_B, open_mass_B, rows)
@@ -399,17 +418,24 @@ def _draw_chunk(
     chosen_B = logits_BV.gather(1, tokens_B[:, None])[:, 0]
     top_B, mass_B = (best_B, open_mass_B) if allowed_BV is None else _whole_mass(logits_BV, rows.temperature)
     logprobs_B = (chosen_B - top_B) / rows.temperature - mass_B.log()
-    if on_drawn:
+    if on_drawn and entropies_B is not None:
         scaled_B = (chosen_B - best_B) / rows.temperature
         kept_mass_B = sums_BN.double().sum(-1)
-        on_drawn(_Choice(tokens_B, scaled_B, weights_BNK, kept_mass_B, logits_BV, allowed_BV is not None))
+        is_limited = allowed_BV is not None
+        on_drawn(_Choice(tokens_B, scaled_B, weights_BNK, kept_mass_B, logits_BV, entropies_B, is_limited))
     return tokens_B, logprobs_B.float(), torch.where(top_B.isfinite(), best_B, top_B)
 
 
 def _whole_mass(logits_BV: torch.Tensor, temperature_B: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """The greatest logits (fp32 [B]), and the sums of all weights beside theirs (float64 [B])."""
+    best_B, weights_BNK = _whole(logits_BV, temperature_B)
+    return best_B, weights_BNK.sum(-1).double().sum(-1)
+
+
+def _whole(logits_BV: torch.Tensor, temperature_B: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """The greatest logits (fp32 [B]), and all weights beside theirs (fp32 [B, N, K])."""
     best_B = logits_BV.amax(-1)
-    return best_B, _weights(logits_BV, best_B, temperature_B).sum(-1).double().sum(-1)
+    return best_B, _weights(logits_BV, best_B, temperature_B)
 
 
 def _unpacked(bits: npt.NDArray[np.int32], logits_LV: torch.Tensor) -> torch.Tensor:

@@ -167,23 +167,33 @@ def to_nemo_rl(batch: RolloutBatch) -> dict[str, torch.Tensor]:
     return _tensors(matrices)
 
 
-def to_slime(batch: RolloutBatch) -> list[dict[str, Any]]:
+def to_slime(batch: RolloutBatch, *, top_p: float = 1.0) -> list[dict[str, Any]]:
     """Fields of slime's `Sample` (`slime/utils/types.py`, 0.3): `Sample.from_dict(fields)`.
 
-    With `--rollout-top-p` below 1, slime also wants the tokens that were kept at each place, which are not here.
+    Args:
+        top_p: slime's `--rollout-top-p`, the samples' own. Below 1, its trainer takes log-probabilities over the tokens
+            that were kept at each place, and compares them with the like of the rollout: samples then have these, and
+            sampling must have been recorded. (At 1 it takes all tokens, whatever other filters there were.)
 
     Returns:
         `tokens`: the prompt and all that came after it; `response_length`; `loss_mask` and `rollout_log_probs`: of the
         response; `weight_versions`: as texts, each once as it took over; `status`; `group_index`, `index`: the prompt,
-        and the row of this batch.
+        and the row of this batch. With `top_p` below 1, `rollout_log_probs` are the `sampling_logprobs`, and there
+        are `rollout_top_p_token_ids`, int32 [kept], and `rollout_top_p_token_offsets`, int32 [response + 1]: token i
+        has `ids[offsets[i] : offsets[i + 1]]`, and none where all were kept or it is of an environment.
+
+    Raises:
+        ValueError: `top_p` is below 1, and it was not recorded what tokens were drawn from.
     """
+    logprobs, nuclei = (batch.logprobs, [{}] * len(batch)) if top_p == 1 else _truncated(batch)
     columns = zip(
         batch.prompts.then(batch.completions).lists(),
         batch.env_mask.lists(),
-        batch.logprobs.lists(),
+        logprobs.lists(),
         _versions(batch),
         batch.truncated.tolist(),
         batch.table["prompt_index"].to_pylist(),
+        nuclei,
         strict=True,
     )
     return [
@@ -193,12 +203,31 @@ def to_slime(batch: RolloutBatch) -> list[dict[str, Any]]:
             "tokens": tokens,
             "response_length": len(mask),
             "loss_mask": mask,
-            "rollout_log_probs": logprobs,
+            "rollout_log_probs": row_logprobs,
             "weight_versions": versions,
             "status": "truncated" if cut else "completed",
+            **nucleus,
         }
-        for row, (tokens, mask, logprobs, versions, cut, prompt) in enumerate(columns)
+        for row, (tokens, mask, row_logprobs, versions, cut, prompt, nucleus) in enumerate(columns)
     ]
+
+
+def _truncated(batch: RolloutBatch) -> tuple[Ragged, list[dict[str, torch.Tensor]]]:
+    """Log-probabilities over the tokens that were kept, and these, in slime's fields for each row."""
+    logprobs, kept = batch.sampling_logprobs, batch.kept_token_ids
+    if logprobs is None or kept is None:
+        raise ValueError("slime wants the tokens that top_p kept: roll out with record_sampling=True")
+    nuclei = []
+    for start, end in itertools.pairwise(batch.completions.offsets.tolist()):
+        offsets = kept.offsets[start : end + 1]
+        ids = kept.values[offsets[0] : offsets[-1]]
+        nuclei.append(
+            {
+                "rollout_top_p_token_ids": torch.tensor(ids, dtype=torch.int32),
+                "rollout_top_p_token_offsets": torch.tensor(offsets - offsets[0], dtype=torch.int32),
+            }
+        )
+    return logprobs, nuclei
 
 
 def to_areal(batch: RolloutBatch) -> list[dict[str, torch.Tensor]]:

@@ -36,12 +36,14 @@ class Draw:
         weight_version: of the policy.
         may_go_on: whether samples may be continued when they have ended, so that their KV is worth keeping; otherwise
             that of prompts is.
+        record_sampling: whether samples tell what their tokens were drawn from (`Trajectory.sampling`).
     """
 
     params: SamplingParams
     step: int
     weight_version: int
     may_go_on: bool = False
+    record_sampling: bool = False
 
     def goes_on(self, rows: Int64Array, samples: Int64Array) -> npt.NDArray[np.bool_]:
         """Of outputs, whether they may be continued."""
@@ -84,7 +86,7 @@ def grow(
         if not len(branches[number].trunk):
             raise UserError(f"{_name(branches[number])}: {error.message}")
     ended = _Ended(branches, prepared, draw.weight_version, groups or Groups(None))
-    options = RunOptions(unwanted=ended.unwanted)
+    options = RunOptions(record_sampling=draw.record_sampling, unwanted=ended.unwanted)
     if kv is not None and expected is not None:
         kept = engine.execute(prepared, kv.runner, kv.cache, ended.note, metrics, options=options)
         kv.keep(prepared, kept, draw.goes_on)
@@ -92,6 +94,16 @@ def grow(
     else:
         execute_alone(engine, prepared, ended.note, metrics, options)
     return ended.trajectories(), prepared.plan
+
+
+def check_recorded(branches: Sequence[Branch]) -> None:
+    """Raises UserError if what a branch goes on from was not recorded: the record of its samples would have gaps."""
+    for branch in branches:
+        if len(branch.trunk) and branch.trunk.sampling is None:
+            raise UserError(
+                f"{_name(branch)} goes on from tokens that were drawn without record_sampling: use it from the first "
+                "rollout of a sample on, or not at all"
+            )
 
 
 def with_room(branches: Sequence[Branch], context_length: int | None) -> tuple[list[Branch], list[Trajectory]]:

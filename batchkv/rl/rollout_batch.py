@@ -14,6 +14,7 @@ import pyarrow.compute as pc
 
 from batchkv.rl import exports
 from batchkv.rl.ragged import Ragged
+from batchkv.rl.sampling_columns import SAMPLING_SCHEMA
 from batchkv.rl.token_tree import TokenTree
 from batchkv.rl.trajectory import Branch, Trajectory, trajectory_of
 
@@ -46,9 +47,13 @@ OPTIONAL_SCHEMA = pa.schema(
         "token_versions": pa.list_(pa.int64()),
         "forked_from": pa.int32(),
         "forked_at": pa.int32(),
+        **dict(zip(SAMPLING_SCHEMA.names, SAMPLING_SCHEMA.types, strict=True)),
     }
 )
 """Columns that have a meaning if they are there."""
+
+# A value of these belongs to each of `token_ids`.
+_OF_TOKENS = ("logprobs", "env_mask", "token_versions", *SAMPLING_SCHEMA.names)
 
 FINISH_REASONS = ("stop", "length", "abort")
 
@@ -71,6 +76,12 @@ class RolloutBatch:
     | `row` (optional) | the global number of the prompt, which the random numbers are of |
     | `token_versions` (optional) | of the weights when each of `token_ids` came, where a sample saw an update |
     | `forked_from`, `forked_at` (optional) | the sample whose first tokens were taken over, how many; -1 if none |
+    | `sampling_logprobs` (optional) | of `token_ids`, over the tokens that filters left there; 0 where greedy |
+    | `entropies` (optional) | at the places of `token_ids`, of softmax(logits / temperature) before filters, in nats |
+    | `kept_token_ids` (optional) | for each of `token_ids` those that filters left, ascending; none of them: all were |
+
+    The last three are there where sampling was recorded (`batchkv.rollout`). Tokens of an environment have log-
+    probabilities and entropies of 0, and no kept ids.
 
     Attributes:
         table: the samples, with the columns of `SCHEMA`.
@@ -96,6 +107,7 @@ class RolloutBatch:
         _check_columns(self.table)
         _check_lists(self.table, self.completions)
         _check_values(self.completions, self.env_mask, self.logprobs)
+        _check_sampling(self)
         reasons = pc.is_in(self.table["finish_reason"], pa.array(FINISH_REASONS)).to_numpy()
         if not reasons.all():
             row = int(np.argmin(reasons))
@@ -133,6 +145,26 @@ class RolloutBatch:
         completions = self.completions
         versions = np.asarray(self.table["weight_version"].to_numpy())
         return Ragged(versions[completions.owners], completions.offsets)
+
+    @property
+    def entropies(self) -> Ragged | None:
+        """At the tokens of `completions`: float32; None where they were not recorded."""
+        return self._optional("entropies")
+
+    @property
+    def sampling_logprobs(self) -> Ragged | None:
+        """Of the tokens of `completions`, under what they were drawn from: float32; None where it was not recorded."""
+        return self._optional("sampling_logprobs")
+
+    @property
+    def kept_token_ids(self) -> Ragged | None:
+        """A list for each token of `completions`, of all rows one behind the other: int32; None if not recorded."""
+        if "kept_token_ids" not in self.table.column_names:
+            return None
+        return Ragged.of(_by_token(self.table["kept_token_ids"]))
+
+    def _optional(self, name: str) -> Ragged | None:
+        return Ragged.of(self.table[name]) if name in self.table.column_names else None
 
     @property
     def truncated(self) -> npt.NDArray[np.bool_]:
@@ -203,9 +235,9 @@ class RolloutBatch:
         """NeMo-RL's `GenerationOutputSpec`: see `exports.to_nemo_rl`."""
         return exports.to_nemo_rl(self)
 
-    def to_slime(self) -> list[dict[str, Any]]:
+    def to_slime(self, *, top_p: float = 1.0) -> list[dict[str, Any]]:
         """Fields of slime's `Sample`, for each sample: see `exports.to_slime`."""
-        return exports.to_slime(self)
+        return exports.to_slime(self, top_p=top_p)
 
     def to_areal(self) -> list[dict[str, torch.Tensor]]:
         """What a workflow of AReaL returns, for each sample: see `exports.to_areal`."""
@@ -233,20 +265,20 @@ def _columns(schema: pa.Schema) -> list[tuple[str, pa.DataType]]:
 def _same(dtype: pa.DataType, wanted: pa.DataType) -> bool:
     """Whether two types are the same, whatever the values of lists are called (Parquet calls them `element`)."""
     if pa.types.is_list(wanted):
-        return bool(pa.types.is_list(dtype) and dtype.value_type == wanted.value_type)
+        return bool(pa.types.is_list(dtype) and _same(dtype.value_type, wanted.value_type))
     return bool(dtype == wanted)
 
 
 def _check_lists(table: pa.Table, tokens: Ragged) -> None:
     """Raises ValueError if lists have nulls or lengths that differ from those of `token_ids`."""
-    of_tokens = [name for name in ("logprobs", "env_mask", "token_versions") if name in table.column_names]
+    of_tokens = [name for name in _OF_TOKENS if name in table.column_names]
     for name in ("prompt_token_ids", "token_ids", *of_tokens):
         values = pc.list_flatten(table[name])
         if values.null_count:
-            row = int(Ragged.of(table[name]).owners[_first_null(values)])
+            row = int(np.repeat(np.arange(len(tokens)), _lengths(table[name]))[_first_null(values)])
             raise ValueError(f"row {row}: a value of {name} is null")
     for name in of_tokens:
-        lengths = Ragged.of(table[name]).lengths
+        lengths = _lengths(table[name])
         wrong = np.flatnonzero(lengths != tokens.lengths)
         if wrong.size:
             row = int(wrong[0])
@@ -256,16 +288,49 @@ def _check_lists(table: pa.Table, tokens: Ragged) -> None:
 def _check_values(tokens: Ragged, env_mask: Ragged, logprobs: Ragged) -> None:
     """Raises ValueError if a mask is not 0 or 1, a log-probability is not finite, or one is not of a model's token."""
     from_model = env_mask.values == 1
-    wrong = [
-        (~from_model & (env_mask.values != 0), "env_mask", "must be 0 or 1", env_mask),
-        (~np.isfinite(logprobs.values), "logprobs", "must be finite", logprobs),
-        (~from_model & (logprobs.values != 0), "logprobs", "must be 0 for tokens of the environment", logprobs),
-        (tokens.values < 0, "token_ids", "must be at least 0", tokens),
-    ]
-    for where, name, rule, lists in wrong:
-        if where.any():
-            place = int(np.argmax(where))
-            raise ValueError(f"row {lists.owners[place]}: {name} {rule}, not {lists.values[place].item()!r}")
+    _refuse(~from_model & (env_mask.values != 0), "env_mask", "must be 0 or 1", env_mask)
+    _check_models("logprobs", logprobs, from_model)
+    _refuse(tokens.values < 0, "token_ids", "must be at least 0", tokens)
+
+
+def _check_sampling(batch: RolloutBatch) -> None:
+    """Raises ValueError if what tokens were drawn from cannot be so."""
+    tokens, from_model = batch.completions, batch.env_mask.values == 1
+    if (logprobs := batch.sampling_logprobs) is not None:
+        _check_models("sampling_logprobs", logprobs, from_model)
+    if (entropies := batch.entropies) is not None:
+        _check_models("entropies", entropies, from_model)
+        _refuse(entropies.values < 0, "entropies", "must be at least 0", entropies)
+    if "kept_token_ids" in batch.table.column_names:
+        by_token = _by_token(batch.table["kept_token_ids"])
+        if (ids := pc.list_flatten(by_token)).null_count:
+            row = int(np.repeat(tokens.owners, _lengths(by_token))[_first_null(ids)])
+            raise ValueError(f"row {row}: an id in kept_token_ids is null")
+        kept = Ragged.of(by_token)
+        is_there = np.bincount(kept.owners[kept.values == tokens.values[kept.owners]], minlength=len(kept)) > 0
+        _refuse((kept.lengths > 0) & ~is_there, "token_ids", "must be among its kept_token_ids", tokens)
+        _refuse((kept.lengths > 0) & ~from_model, "token_ids", "of the environment has kept_token_ids", tokens)
+
+
+def _check_models(name: str, numbers: Ragged, from_model: npt.NDArray[np.bool_]) -> None:
+    """Raises ValueError if one is not finite, or is of a token that is not the model's."""
+    _refuse(~np.isfinite(numbers.values), name, "must be finite", numbers)
+    _refuse(~from_model & (numbers.values != 0), name, "must be 0 for tokens of the environment", numbers)
+
+
+def _refuse(where: npt.NDArray[np.bool_], name: str, rule: str, lists: Ragged) -> None:
+    if where.any():
+        place = int(np.argmax(where))
+        raise ValueError(f"row {lists.owners[place]}: {name} {rule}, not {lists.values[place].item()!r}")
+
+
+def _by_token(column: pa.ChunkedArray) -> pa.ChunkedArray:
+    """Of lists of lists, the inner ones, one behind the other."""
+    return pc.list_flatten(column)
+
+
+def _lengths(lists: pa.ChunkedArray) -> npt.NDArray[np.int64]:
+    return np.asarray(pc.list_value_length(lists).to_numpy(), np.int64)
 
 
 def _first_null(column: pa.ChunkedArray) -> int:

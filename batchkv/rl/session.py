@@ -18,7 +18,7 @@ from batchkv.job_plan import PlanTotals
 from batchkv.metrics import RunMetrics
 from batchkv.rl.branching import Branching, Forks
 from batchkv.rl.environment import Environment, Replies
-from batchkv.rl.generation import Draw, grow, with_room
+from batchkv.rl.generation import Draw, check_recorded, grow, with_room
 from batchkv.rl.groups import Enough, Groups, at_least
 from batchkv.rl.policy import left_as_it_was, unwrap
 from batchkv.rl.prompts import read_branches
@@ -108,6 +108,7 @@ class Session:
         branching: Branching | None = None,
         oversample: int = 0,
         enough: Enough | None = None,
+        record_sampling: bool = False,
     ) -> RolloutBatch:
         """Samples of every prompt; arguments and errors as of `batchkv.rollout`.
 
@@ -118,7 +119,7 @@ class Session:
         self._kv = self._kv or new_kv(self.engine)
         params = _params(n + oversample, max_tokens, temperature, top_p, top_k, min_p, stop_token_ids, seed)
         course = Course(environment, max_turns, branching, enough or at_least(n if oversample else None))
-        draw = Draw(params, step, self.weight_version, may_go_on=course.goes_on)
+        draw = Draw(params, step, self.weight_version, may_go_on=course.goes_on, record_sampling=record_sampling)
         try:
             return roll_out(self.engine, prompts, draw, rows, self._kv, course)
         except BaseException:
@@ -155,6 +156,7 @@ def rollout(
     branching: Branching | None = None,
     oversample: int = 0,
     enough: Enough | None = None,
+    record_sampling: bool = False,
     **config: Any,
 ) -> RolloutBatch:
     """Samples of every prompt, by a policy that may be in training. It is used in place and left as it was.
@@ -185,18 +187,22 @@ def rollout(
             those of `RolloutBatch.finished` are shorter than others would be.
         enough: called with the samples of a prompt that are done whenever there is one more; true if the others can
             end. By default `n` are enough if there are more.
+        record_sampling: whether samples tell what their tokens were drawn from: log-probabilities after all filters,
+            entropies, and the tokens that were kept. `environment` and `branching` find it in `Trajectory.sampling`,
+            the trainer in columns of the batch. With filters the host then waits for the device in each step.
         config: fields of `EngineConfig`.
 
     Returns:
         The samples, in the order of the prompts.
 
     Raises:
-        UserError: the policy cannot be run in place, or a prompt not at all.
+        UserError: the policy cannot be run in place, or a prompt not at all; or sampling is to be recorded where a
+            branch goes on from tokens for which it was not.
         ValueError: a parameter is out of range.
     """
     params = _params(n + oversample, max_tokens, temperature, top_p, top_k, min_p, stop_token_ids, seed)
     course = Course(environment, max_turns, branching, enough or at_least(n if oversample else None))
-    draw = Draw(params, step, weight_version=step, may_go_on=course.goes_on)
+    draw = Draw(params, step, weight_version=step, may_go_on=course.goes_on, record_sampling=record_sampling)
     with Session(policy, tokenizer, **config) as session:
         kv = new_kv(session.engine) if course.goes_on else None
         try:
@@ -250,6 +256,8 @@ def roll_out(
     with left_as_it_was(engine.model):
         with metrics.timed("tokenize"):
             branches = read_branches(prompts, draw.params.n, rows, engine.tokenizer, engine.prompt_limits)
+        if draw.record_sampling:
+            check_recorded(branches)
         replies = Replies(course.environment, engine, course.max_turns) if course.environment else None
         forks, groups = Forks(course.branching, branches), Groups(course.enough)
         done: list[Trajectory] = []
@@ -269,7 +277,7 @@ def roll_out(
     metrics.elapsed_s = perf_counter() - started
     done.sort(key=lambda one: (one.prompt_index, one.sample_index))
     return RolloutBatch(
-        as_table(done, draw.params.seed),
+        as_table(done, draw.params.seed, with_sampling=draw.record_sampling),
         _pad_token_id(engine),
         draw.params.temperature or 1.0,
         _summary(len(prompts), len(done), totals, metrics),

@@ -10,6 +10,8 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
+from batchkv.rl.sampling_columns import sampling_columns, sampling_record
+from batchkv.sampling_record import SamplingRecord
 from batchkv.token_arena import TokenIds
 from batchkv.writer import Completion
 
@@ -31,6 +33,8 @@ class Trajectory:
         num_cached_tokens: prompt tokens that were not computed for this sample.
         forked_from: the sample of the prompt whose first tokens it has taken over; -1 if it is on its own.
         forked_at: how many those are.
+        sampling: what all T tokens were drawn from; those of the environment have log-probabilities and entropies of 0,
+            and no kept ids. None where this was not recorded, or not for all of them.
     """
 
     prompt_index: int
@@ -45,6 +49,7 @@ class Trajectory:
     num_cached_tokens: int = 0
     forked_from: int = -1
     forked_at: int = 0
+    sampling: SamplingRecord | None = None
 
     @classmethod
     def of_prompt(cls, index: int, row: int, token_ids: TokenIds) -> Trajectory:
@@ -77,6 +82,7 @@ class Trajectory:
             logprobs=self.logprobs[:count],
             env_mask=self.env_mask[:count],
             weight_versions=self.weight_versions[:count],
+            sampling=None if self.sampling is None else self.sampling.first(count),
         )
 
     @property
@@ -109,23 +115,32 @@ class Trajectory:
 
     def with_completion(self, completion: Completion, weight_version: int) -> Trajectory:
         """What the model generated is behind it."""
-        longer = self._with(completion.token_ids, completion.logprobs, 1, weight_version)
+        longer = self._with(completion.token_ids, completion.logprobs, 1, weight_version, completion.sampling)
         return replace(longer, finish_reason=completion.finish_reason)
 
     def with_reply(self, token_ids: TokenIds, weight_version: int) -> Trajectory:
         """Tokens of the environment are behind it."""
-        return self._with(token_ids, np.zeros(len(token_ids), np.float32), 0, weight_version)
+        count = len(token_ids)
+        given = SamplingRecord.of_given(count)
+        return self._with(token_ids, np.zeros(count, np.float32), 0, weight_version, given)
 
     def _with(
-        self, token_ids: TokenIds, logprobs: npt.NDArray[np.float32], is_models: int, weight_version: int
+        self,
+        token_ids: TokenIds,
+        logprobs: npt.NDArray[np.float32],
+        is_models: int,
+        weight_version: int,
+        sampling: SamplingRecord | None,
     ) -> Trajectory:
         count = len(token_ids)
+        so_far = self.sampling if len(self) else SamplingRecord.of_given(0)
         return replace(
             self,
             token_ids=np.concatenate([self.token_ids, token_ids]),
             logprobs=np.concatenate([self.logprobs, logprobs]),
             env_mask=np.concatenate([self.env_mask, np.full(count, is_models, np.int8)]),
             weight_versions=np.concatenate([self.weight_versions, np.full(count, weight_version)]),
+            sampling=so_far.then(sampling) if so_far is not None and sampling is not None else None,
         )
 
 
@@ -172,12 +187,14 @@ def trajectory_of(table: pa.Table, row: int) -> Trajectory:
         num_cached_tokens=table["num_cached_tokens"][row].as_py(),
         forked_from=table["forked_from"][row].as_py(),
         forked_at=table["forked_at"][row].as_py(),
+        sampling=sampling_record(table, row),
     )
 
 
-def as_table(trajectories: Sequence[Trajectory], seed: int) -> pa.Table:
+def as_table(trajectories: Sequence[Trajectory], seed: int, *, with_sampling: bool = False) -> pa.Table:
     """Finished samples in the columns of a `RolloutBatch`, and in these: `row`, `token_versions` (list of int64, of
-    the weights for each token), `forked_from` and `forked_at`.
+    the weights for each token), `forked_from` and `forked_at`; with what all tokens were drawn from, which must have
+    been recorded, in those of `SAMPLING_SCHEMA` too.
     """
 
     def numbers(name: str, dtype: pa.DataType) -> pa.Array:
@@ -206,4 +223,6 @@ def as_table(trajectories: Sequence[Trajectory], seed: int) -> pa.Table:
         "forked_from": numbers("forked_from", pa.int32()),
         "forked_at": numbers("forked_at", pa.int32()),
     }
+    if with_sampling:
+        columns |= sampling_columns([one.sampling or SamplingRecord.of_given(0) for one in trajectories])
     return pa.table(columns)

@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import nn
 from transformers import PreTrainedModel
+from transformers.generation.logits_process import MinPLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
 import batchkv
 from batchkv.errors import UserError
@@ -121,6 +122,85 @@ class TestSamples:
             assert truncated == (reason == "length")
             assert ids
         assert set(batch.table["finish_reason"].to_pylist()) == {"stop", "length"}
+
+
+def warped(logits_V: torch.Tensor, params: dict[str, Any]) -> torch.Tensor:
+    """Scores after the warpers of transformers, in the order of `generate`; -inf where they remove a token."""
+    ids, scores = torch.empty(1, 0, dtype=torch.long), logits_V[None].float() / params.get("temperature", 1.0)
+    for name, warper in (("top_k", TopKLogitsWarper), ("top_p", TopPLogitsWarper), ("min_p", MinPLogitsWarper)):
+        if name in params:
+            scores = warper(params[name])(ids, scores)
+    return scores[0]
+
+
+@torch.no_grad()
+def assert_own_sampling(model: PreTrainedModel, batch: RolloutBatch, params: dict[str, Any]) -> None:
+    """What was recorded is what the model's own logits and the warpers give, for each token on its own."""
+    names = ("prompt_token_ids", "token_ids", "env_mask", "sampling_logprobs", "entropies", "kept_token_ids")
+    for prompt, ids, mask, logprobs, entropies, kept in zip(
+        *(batch.table[name].to_pylist() for name in names), strict=True
+    ):
+        logits = model(torch.tensor([[*prompt, *ids]])).logits[0, len(prompt) - 1 : -1]
+        for i, (token, is_models) in enumerate(zip(ids, mask, strict=True)):
+            if not is_models:
+                assert (logprobs[i], entropies[i], kept[i]) == (0, 0, [])
+                continue
+            scores = warped(logits[i], params)
+            left = scores.isfinite().nonzero()[:, 0].tolist()
+            assert kept[i] == ([] if len(left) == VOCAB_SIZE else left)
+            assert logprobs[i] == pytest.approx(float(scores.log_softmax(-1)[token]), abs=1e-4)
+            whole = torch.distributions.Categorical(logits=logits[i] / params.get("temperature", 1.0))
+            assert entropies[i] == pytest.approx(float(whole.entropy()), abs=1e-4)
+
+
+class TestRecordedSampling:
+    @pytest.mark.parametrize("family", ["llama", "gemma2"])
+    @pytest.mark.parametrize(
+        "params",
+        [
+            {"temperature": 0.7},
+            {"temperature": 1.3, "top_k": 20, "top_p": 0.9017, "min_p": 0.0117},
+            {"top_p": 0.5017},
+        ],
+        ids=str,
+    )
+    def test_it_is_what_the_policys_own_logits_and_transformers_give(self, family: str, params: dict[str, Any]) -> None:
+        model = FAMILIES[family]()
+        batch = rollout(model, prompts(3), n=2, record_sampling=True, **params, **SMALL)
+        assert_own_sampling(model, batch, params)
+        assert_own_logprobs(model, batch)
+
+    def test_samples_are_the_same_without_and_have_no_columns(self, policy: PreTrainedModel) -> None:
+        options: dict[str, Any] = {"n": 4, "top_p": 0.9017, **SMALL}
+        plain, recorded = (rollout(policy, prompts(3), record_sampling=on, **options) for on in (False, True))
+        names = {"sampling_logprobs", "entropies", "kept_token_ids"}
+        assert set(recorded.table.column_names) - set(plain.table.column_names) == names
+        assert recorded.table.drop_columns(list(names)).equals(plain.table)
+
+    def test_greedy_samples_keep_their_tokens_alone(self, policy: PreTrainedModel) -> None:
+        batch = rollout(policy, prompts(2), n=2, temperature=0.0, record_sampling=True, **SMALL)
+        for ids, logprobs, kept in zip(
+            *(batch.table[name].to_pylist() for name in ("token_ids", "sampling_logprobs", "kept_token_ids")),
+            strict=True,
+        ):
+            assert logprobs == [0] * len(ids)
+            assert kept == [[token] for token in ids]
+        entropies = batch.entropies
+        assert entropies is not None
+        assert (entropies.values > 0.1).all()  # of the logits as they are
+
+    def test_a_session_records_what_is_asked_for(self, policy: PreTrainedModel) -> None:
+        with Session(policy) as session:
+            for on in (True, False, True):
+                batch = session.rollout(prompts(2), n=2, top_k=7, record_sampling=on, **SMALL)
+                assert ("entropies" in batch.table.column_names) == on
+                if on:
+                    assert_own_sampling(policy, batch, {"top_k": 7})
+
+    def test_no_prompts_are_an_empty_batch(self, policy: PreTrainedModel) -> None:
+        batch = rollout(policy, [], record_sampling=True, **SMALL)
+        assert batch.kept_token_ids is not None
+        assert len(batch.kept_token_ids) == len(batch.to_slime(top_p=0.9)) == 0
 
 
 class TestPrompts:

@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from transformers import PreTrainedModel
 
 import batchkv
@@ -16,7 +17,15 @@ from batchkv.rl.rollout_batch import RolloutBatch
 from batchkv.rl.scoring import score
 from batchkv.rl.session import Session, rollout
 from batchkv.rl.trajectory import Trajectory
-from tests.parity.test_rollout import SMALL, assert_own_logprobs, assert_same, own_logprobs, prompts, samples
+from tests.parity.test_rollout import (
+    SMALL,
+    assert_own_logprobs,
+    assert_own_sampling,
+    assert_same,
+    own_logprobs,
+    prompts,
+    samples,
+)
 from tests.tiny_models import FAMILIES, tiny_tokenizer
 
 ENDS = list(range(6, 20))  # so that some turns end soon
@@ -25,6 +34,14 @@ FAMILY = pytest.mark.parametrize("family", ["llama", "gemma2"])
 
 def cells(batch: RolloutBatch, name: str) -> list[Any]:
     found: list[Any] = batch.table[name].to_pylist()
+    return found
+
+
+@torch.no_grad()
+def own_entropies(model: PreTrainedModel, prompt: list[int], ids: list[int], temperature: float) -> torch.Tensor:
+    """Where each of the tokens behind a prompt was drawn, by the model's own forward."""
+    logits = model(torch.tensor([[*prompt, *ids]])).logits[0, len(prompt) - 1 : -1]
+    found: torch.Tensor = torch.distributions.Categorical(logits=logits / temperature).entropy()
     return found
 
 
@@ -184,6 +201,99 @@ class TestForks:
         assert_own_logprobs(model, batch)
         if family == "llama":  # behind windows KV is there for the ends of sequences alone
             assert batch.summary["prefill_tokens"] == 45 + 6  # the last token before each fork, for its logits
+
+
+class TestRecordedSampling:
+    @FAMILY
+    def test_replies_stand_between_what_was_drawn(self, family: str) -> None:
+        model = FAMILIES[family]()
+        options: dict[str, Any] = {"n": 4, "stop_token_ids": ENDS, "environment": answers, **SMALL}
+        batch = rollout(model, prompts(2), top_p=0.9017, record_sampling=True, **options)
+        assert any(0 in mask for mask in cells(batch, "env_mask"))
+        assert_own_sampling(model, batch, {"top_p": 0.9017})
+        fields = batch.to_slime(top_p=0.9017)
+        assert [row["rollout_log_probs"] for row in fields] == cells(batch, "sampling_logprobs")
+
+    def test_an_environment_sees_the_entropies_of_its_turn(self) -> None:
+        seen: list[np.ndarray[Any, Any]] = []
+
+        def environment(turn: Turn) -> list[int] | None:
+            sampling = turn.trajectory.sampling
+            assert sampling is not None
+            assert len(sampling) == len(turn.trajectory)
+            seen.append(sampling.entropies[-len(turn.token_ids) :])
+            return answers(turn)
+
+        rollout(
+            FAMILIES["llama"](),
+            prompts(2),
+            n=4,
+            stop_token_ids=ENDS,
+            environment=environment,
+            record_sampling=True,
+            **SMALL,
+        )
+        assert seen
+        assert all((entropies > 0).all() for entropies in seen)
+
+    @FAMILY
+    def test_a_hook_forks_samples_where_the_model_is_least_sure(self, family: str) -> None:
+        model = FAMILIES[family]()
+
+        def branching(trajectory: Trajectory) -> list[tuple[int, int]]:
+            assert trajectory.sampling is not None
+            is_first = trajectory.forked_from < 0
+            return [(int(trajectory.sampling.entropies.argmax()), 2)] if is_first else []
+
+        options: dict[str, Any] = {"temperature": 0.8, "top_k": 30, "record_sampling": True, **SMALL}
+        batch = rollout(model, prompts(2), n=3, branching=branching, **options)
+        assert cells(batch, "forked_from") == [-1, -1, -1, 0, 0, 1, 1, 2, 2] * 2
+        at, forked_from = cells(batch, "forked_at"), cells(batch, "forked_from")
+        names = ("token_ids", "sampling_logprobs", "entropies", "kept_token_ids")
+        for name in names:
+            rows = cells(batch, name)
+            for row, source in enumerate(forked_from):
+                if source >= 0:
+                    assert rows[row][: at[row]] == rows[row // 9 * 9 + source][: at[row]]
+        own = [
+            own_entropies(model, prompt, ids, 0.8)
+            for prompt, ids in zip(cells(batch, "prompt_token_ids"), cells(batch, "token_ids"), strict=True)
+        ]
+        for row, source in enumerate(forked_from):
+            if source >= 0:
+                assert at[row] == own[row // 9 * 9 + source].argmax()
+        assert len(set(at)) > 2
+        assert_own_sampling(model, batch, {"temperature": 0.8, "top_k": 30})
+
+    def test_what_was_cut_off_and_forks_of_a_batch_go_on_with_their_record(self) -> None:
+        model = FAMILIES["llama"]()
+        options: dict[str, Any] = {"stop_token_ids": ENDS, "top_p": 0.9017, "record_sampling": True, **SMALL}
+        first = rollout(model, prompts(2), n=3, **options)
+        cut = first.unfinished()
+        assert cut
+        fork = first.fork(0, 2, 2)
+        batch = rollout(model, [*cut, fork, prompts(3)[2]], n=1, **options, step=1)
+        assert max(map(len, cells(batch, "token_ids"))) > 12
+        assert_own_sampling(model, batch, {"top_p": 0.9017})
+        with Session(model) as session:
+            again = session.rollout([*cut, fork, prompts(3)[2]], n=1, **options, step=1)
+        assert cells(again, "kept_token_ids") == cells(batch, "kept_token_ids")
+
+    def test_a_sample_that_was_not_recorded_from_the_start_is_refused(self) -> None:
+        model = FAMILIES["llama"]()
+        plain = rollout(model, prompts(2), n=2, **SMALL)
+        for branch in (plain.unfinished()[0], plain.fork(1, 3, 2)):
+            with pytest.raises(UserError, match=r"prompt 1 goes on from tokens .*without record_sampling"):
+                rollout(model, [prompts(1)[0], branch], n=1, record_sampling=True, **SMALL)
+        anew = rollout(model, [plain.fork(1, 0, 2)], record_sampling=True, **SMALL)  # nothing to go on from
+        assert_own_sampling(model, anew, {})
+
+    def test_a_record_ends_where_it_is_not_asked_for(self) -> None:
+        model = FAMILIES["llama"]()
+        first = rollout(model, [[50] * 500, prompts(1)[0]], n=1, record_sampling=True, **SMALL)
+        batch = rollout(model, [*first.unfinished(), first.fork(1, 4, 1)], **SMALL)
+        assert len(batch) == 3  # one of them full
+        assert not {"sampling_logprobs", "entropies", "kept_token_ids"} & set(batch.table.column_names)
 
 
 class TestUnfinished:

@@ -10,8 +10,10 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 
+from batchkv.rl import sampling_columns
 from batchkv.rl.ragged import Ragged
 from batchkv.rl.rollout_batch import SCHEMA, RolloutBatch
+from batchkv.sampling_record import SamplingRecord
 
 PAD = 9  # also the end token of the samples: masks must not be made from ids
 
@@ -314,6 +316,133 @@ def test_missing_and_wrong_columns_are_named() -> None:
 def test_optional_columns_are_checked(name: str, column: pa.Array, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         RolloutBatch(table_of(SHORT).append_column(name, column), PAD)
+
+
+RECORDED = {
+    "sampling_logprobs": pa.array([[0.0, -0.125], [-0.5, -1.0, 0.0, 0.0, -3.0]], pa.list_(pa.float32())),
+    "entropies": pa.array([[0.25, 1.0], [2.0, 3.0, 0.0, 0.0, 4.0]], pa.list_(pa.float32())),
+    "kept_token_ids": pa.array([[[4], [2, PAD]], [[6, 7, 8], [3, PAD], [], [], []]], pa.list_(pa.list_(pa.int32()))),
+}
+
+
+def recorded(**changed: Any) -> RolloutBatch:
+    """SHORT and TURNS with what they were drawn from; at the last token of TURNS nothing was removed."""
+    table = table_of(SHORT, TURNS)
+    for name, column in RECORDED.items():
+        table = table.append_column(name, pa.array(changed.get(name, column), column.type))
+    return RolloutBatch(table, PAD)
+
+
+def test_what_was_recorded_is_there_as_lists(tmp_path: Any) -> None:
+    batch = recorded()
+    pq.write_table(batch.table, tmp_path / "batch.parquet")
+    again = RolloutBatch(pq.read_table(tmp_path / "batch.parquet"), PAD)
+    for one in (batch, again, RolloutBatch(pa.concat_tables([batch.table.slice(1), batch.table]).slice(1), PAD)):
+        assert one.sampling_logprobs is not None
+        assert one.entropies is not None
+        assert one.kept_token_ids is not None
+        assert one.sampling_logprobs.lists() == RECORDED["sampling_logprobs"].to_pylist()
+        assert one.entropies.lists() == RECORDED["entropies"].to_pylist()
+        assert one.kept_token_ids.lists() == [[4], [2, PAD], [6, 7, 8], [3, PAD], [], [], []]
+    plain = batch_of(SHORT)
+    assert plain.sampling_logprobs is plain.entropies is plain.kept_token_ids is None
+
+
+def test_slime_gets_what_top_p_kept() -> None:
+    """Offsets begin at 0 in each row; log-probabilities are over what was kept, as the trainer's then are."""
+    rows = recorded().to_slime(top_p=0.9)
+    assert [row["rollout_log_probs"] for row in rows] == RECORDED["sampling_logprobs"].to_pylist()
+    assert [row["rollout_top_p_token_ids"].tolist() for row in rows] == [[4, 2, PAD], [6, 7, 8, 3, PAD]]
+    assert [row["rollout_top_p_token_offsets"].tolist() for row in rows] == [[0, 1, 3], [0, 3, 5, 5, 5, 5]]
+    tensors = [tensor for row in rows for name, tensor in row.items() if name.startswith("rollout_top_p")]
+    assert [tensor.dtype for tensor in tensors] == [torch.int32] * 4
+    assert [len(row["rollout_top_p_token_offsets"]) for row in rows] == [row["response_length"] + 1 for row in rows]
+
+
+def test_slime_without_top_p_gets_what_it_scores_over_all_tokens() -> None:
+    assert recorded().to_slime() == batch_of(SHORT, TURNS).to_slime()
+
+
+def test_slime_with_top_p_wants_a_record() -> None:
+    with pytest.raises(ValueError, match="record_sampling=True"):
+        batch_of(SHORT).to_slime(top_p=0.9)
+
+
+def test_samples_that_were_read_back_have_their_record() -> None:
+    columns = {
+        "row": pa.array([0, 1], pa.int64()),
+        "token_versions": pa.array([[7] * 2, [7] * 5], pa.list_(pa.int64())),
+        "forked_from": pa.array([-1, -1], pa.int32()),
+        "forked_at": pa.array([0, 0], pa.int32()),
+    }
+    table = recorded().table
+    for name, column in columns.items():
+        table = table.append_column(name, column)
+    for source in (table, pa.concat_tables([table.slice(1), table]).slice(1)):
+        record = RolloutBatch(source, PAD).trajectory(1).sampling
+        assert record is not None
+        assert record.logprobs.tolist() == [-0.5, -1.0, 0.0, 0.0, -3.0]
+        assert record.entropies.tolist() == [2.0, 3.0, 0.0, 0.0, 4.0]
+        assert record.kept_ids.tolist() == [6, 7, 8, 3, PAD]
+        assert record.kept_counts.tolist() == [3, 2, 0, 0, 0]
+        trunk = RolloutBatch(source, PAD).fork(1, 4, 2).trunk.sampling
+        assert trunk is not None
+        assert (trunk.kept_ids.tolist(), len(trunk)) == ([6, 7, 8, 3, PAD], 4)
+    assert RolloutBatch(table.drop_columns("entropies"), PAD).trajectory(1).sampling is None
+
+
+@pytest.mark.parametrize("most", [1, 2, 3, 100])
+def test_more_kept_ids_than_an_array_can_hold_are_in_chunks(monkeypatch: pytest.MonkeyPatch, most: int) -> None:
+    monkeypatch.setattr(sampling_columns, "_MOST_IDS", most)
+    records = [
+        SamplingRecord(
+            np.full(count, -1, np.float32),
+            np.full(count, 2, np.float32),
+            np.arange(count, dtype=np.int32),
+            np.ones(count, np.int32),
+        )
+        for count in (1, 0, 2, 1, 0, 3)
+    ]
+    columns = sampling_columns.sampling_columns(records)
+    assert columns["kept_token_ids"].to_pylist() == [[[i] for i in range(count)] for count in (1, 0, 2, 1, 0, 3)]
+    assert columns["entropies"].to_pylist() == [[2.0] * count for count in (1, 0, 2, 1, 0, 3)]
+    assert columns["kept_token_ids"].num_chunks == {1: 4, 2: 4, 3: 3, 100: 1}[most]
+    table = pa.table(columns)
+    found = [sampling_columns.sampling_record(table, row) for row in range(6)]
+    assert [one.kept_ids.tolist() for one in found if one is not None] == [
+        list(range(count)) for count in (1, 0, 2, 1, 0, 3)
+    ]
+
+
+TURN = [-0.5, -1.0, 0.0, 0.0, -3.0]
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"sampling_logprobs": [[0.0], TURN]}, "row 0: sampling_logprobs has 1 values for 2 token_ids"),
+        ({"entropies": [[0.25, None], [0.0] * 5]}, "row 0: a value of entropies is null"),
+        ({"entropies": [[0.25, 1.0], [2.0, 3.0, 0.5, 0.0, 4.0]]}, "row 1: entropies must be 0 for tokens of the env"),
+        ({"entropies": [[0.25, -1.0], [0.0] * 5]}, "row 0: entropies must be at least 0, not -1.0"),
+        ({"entropies": [[0.25, float("nan")], [0.0] * 5]}, "row 0: entropies must be finite, not nan"),
+        ({"sampling_logprobs": [[0.0, float("-inf")], TURN]}, "row 0: sampling_logprobs must be finite"),
+        ({"sampling_logprobs": [[0.0, 0.0], [0, 0, -1, 0, 0]]}, "row 1: sampling_logprobs must be 0 for tokens of the"),
+        ({"kept_token_ids": [[[4]], [[]] * 5]}, "row 0: kept_token_ids has 1 values for 2 token_ids"),
+        ({"kept_token_ids": [[[4], None], [[]] * 5]}, "row 0: a value of kept_token_ids is null"),
+        ({"kept_token_ids": [[[4], []], [[], [PAD, None], [], [], []]]}, "row 1: an id in kept_token_ids is null"),
+        ({"kept_token_ids": [[[4], []], [[], [1, 2], [], [], []]]}, "row 1: token_ids must be among its .*not 9"),
+        ({"kept_token_ids": [[[4], []], [[], [], [7], [], []]]}, "row 1: token_ids of the environment has"),
+    ],
+)
+def test_records_are_checked(changed: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        recorded(**changed)
+
+
+def test_lists_of_other_numbers_are_no_kept_ids() -> None:
+    column = pa.array([[4, PAD]], pa.list_(pa.int32()))
+    with pytest.raises(ValueError, match=r"column 'kept_token_ids' is of type list<.*int32>, not list<.*list<"):
+        RolloutBatch(table_of(SHORT).append_column("kept_token_ids", column), PAD)
 
 
 @pytest.mark.parametrize("temperature", [0.0, -1.0, float("inf"), float("nan")])

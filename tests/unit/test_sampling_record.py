@@ -50,6 +50,7 @@ class Drawn:
     logprobs: np.ndarray
     is_valid: np.ndarray
     sampling_logprobs: np.ndarray
+    entropies: np.ndarray
     kept: list[list[int] | None]
 
 
@@ -72,12 +73,17 @@ def draw(
     assert source is not None
     assert torch.equal(sampled.token_ids, plain.token_ids)
     assert torch.equal(sampled.logprobs.nan_to_num(), plain.logprobs.nan_to_num())
-    assert (source.logprobs.dtype, source.kept_ids.dtype) == (torch.float32, torch.int32)
+    assert (source.logprobs.dtype, source.entropies.dtype, source.kept_ids.dtype) == (
+        torch.float32,
+        torch.float32,
+        torch.int32,
+    )
     arrays = HostCopies(
         sampled.token_ids,
         sampled.logprobs,
         sampled.is_valid,
         source.logprobs,
+        source.entropies,
         source.kept_ids,
         source.kept_counts,
     ).wait()
@@ -220,6 +226,29 @@ def test_without_filters_it_is_the_other_logprob_to_the_bit() -> None:
     assert drawn.kept == [None] * 40
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_entropies_are_those_of_torch_whatever_is_removed(dtype: torch.dtype) -> None:
+    """From all tokens with the same mass to one that has it all, with tokens at -inf, constrained rows among others."""
+    params = MIXED * 6
+    spread = torch.tensor([0, 0.01, 1, 4, 30, 300])[:, None].repeat(1, len(MIXED)).flatten()
+    logits = torch.randn(len(params), 1500, generator=torch.Generator().manual_seed(5)) * spread[:, None]
+    logits[::4, 100:900] = -torch.inf
+    logits = logits.to(dtype)
+    limits = only({row: list(range(row % 7, 1500, 7)) for row in range(0, len(params), 5)}, 1500)
+    temperature = torch.tensor([one.temperature or 1 for one in params])
+    expected = torch.distributions.Categorical(logits=logits.double() / temperature[:, None]).entropy()
+    for allowed in (None, limits):
+        drawn = draw(logits, params, allowed=allowed)
+        np.testing.assert_allclose(drawn.entropies, expected, atol=2e-6)
+    assert drawn.entropies[1] == pytest.approx(np.log(1500))
+    assert (drawn.entropies >= 0).all()
+
+
+def test_entropies_of_tiny_temperatures_are_none() -> None:
+    drawn = draw(torch.tensor([[0.0, 1.0, -torch.inf]]), [SamplingParams(temperature=1e-30)])
+    assert drawn.entropies.tolist() == [0]
+
+
 def test_tokens_at_the_end_of_a_row_have_finite_logprobs() -> None:
     """Weights near the smallest that fp32 can hold have few digits; their logarithms must not show it."""
     logits = torch.tensor([[0.0, -92.25], [-92.25, 0.0]]).repeat(40, 1)
@@ -240,6 +269,7 @@ def test_a_rows_source_does_not_depend_on_its_neighbours(monkeypatch: pytest.Mon
     chunked = draw(logits, params, allowed=limits)
     assert together.kept == chunked.kept
     np.testing.assert_array_equal(together.sampling_logprobs, chunked.sampling_logprobs)
+    np.testing.assert_array_equal(together.entropies, chunked.entropies)
 
 
 def test_rows_without_a_distribution_leave_others_alone() -> None:
@@ -251,12 +281,13 @@ def test_rows_without_a_distribution_leave_others_alone() -> None:
     assert good.tolist() == [0, 2, 4, 5, 7, 8]
     assert [drawn.kept[row] for row in good] == [expected.kept[row] for row in good]
     assert drawn.sampling_logprobs[good].tolist() == expected.sampling_logprobs[good].tolist()
+    assert drawn.entropies[good].tolist() == expected.entropies[good].tolist()
 
 
 def test_an_empty_batch_has_a_source_of_nothing() -> None:
     drawn = draw(torch.empty(0, 10), [])
     assert drawn.kept == []
-    assert len(drawn.sampling_logprobs) == 0
+    assert len(drawn.sampling_logprobs) == len(drawn.entropies) == 0
 
 
 # ---------------------------------------------------------------- draws follow what is told of them
@@ -304,21 +335,42 @@ def test_records_gather_tokens_by_sequence() -> None:
     """Rows that do not count, all of the vocabulary, several tokens of a sequence in one step, an end."""
     records = SamplingRecords()
     counts, ids = np.array([2, 0, 1, 1]), np.array([7, 8, 3, 4], np.int32)
-    logprobs = np.array([-1, -2, 0, -0.5], np.float32)
-    records.append(np.array([5, 6, 5, 9]), np.array([0, 1, 3]), logprobs, ids, counts)
-    records.append(np.array([6, 5, 6, 5]), np.array([0, 1, 2, 3]), logprobs, ids, counts)
+    logprobs, entropies = np.array([-1, -2, 0, -0.5], np.float32), np.array([1, 2, 3, 4], np.float32)
+    records.append(np.array([5, 6, 5, 9]), np.array([0, 1, 3]), logprobs, entropies, ids, counts)
+    records.append(np.array([6, 5, 6, 5]), np.array([0, 1, 2, 3]), logprobs, entropies, ids, counts)
     first = records.record(5)
     assert first.logprobs.tolist() == [-1, -2, -0.5]
+    assert first.entropies.tolist() == [1, 2, 4]
     assert first.kept_counts.tolist() == [2, 0, 1]
     assert first.kept_ids.tolist() == [7, 8, 4]
     assert first.kept_offsets.tolist() == [0, 2, 2, 3]
     assert [None if one is None else one.tolist() for one in map(first.kept, range(3))] == [[7, 8], None, [4]]
     records.drop(5)
-    assert records.record(5).logprobs.tolist() == []
+    assert len(records.record(5)) == len(records.record(5).entropies) == 0
     second = records.record(6)
     assert second.kept_counts.tolist() == [0, 2, 1]
     assert second.kept_ids.tolist() == [7, 8, 3]
-    assert (second.kept_ids.dtype, second.kept_counts.dtype, second.logprobs.dtype) == (np.int32, np.int32, np.float32)
+    assert (second.kept_ids.dtype, second.kept_counts.dtype) == (np.int32, np.int32)
+    assert (second.logprobs.dtype, second.entropies.dtype) == (np.float32, np.float32)
+
+
+def test_records_are_cut_and_joined() -> None:
+    """Those of given tokens in between have no ids."""
+    record = SamplingRecord(
+        np.array([-1, -2, 0], np.float32),
+        np.array([1, 2, 3], np.float32),
+        np.array([7, 8, 4], np.int32),
+        np.array([2, 0, 1], np.int32),
+    )
+    whole = record.first(2).then(SamplingRecord.of_given(2)).then(record)
+    assert len(whole) == 7
+    assert whole.logprobs.tolist() == [-1, -2, 0, 0, -1, -2, 0]
+    assert whole.entropies.tolist() == [1, 2, 0, 0, 1, 2, 3]
+    assert whole.kept_ids.tolist() == [7, 8, 7, 8, 4]
+    assert whole.kept_counts.tolist() == [2, 0, 0, 0, 2, 0, 1]
+    arrays = (whole.logprobs, whole.entropies, whole.kept_ids, whole.kept_counts)
+    assert [array.dtype for array in arrays] == [np.float32, np.float32, np.int32, np.int32]
+    assert len(record.first(0)) == len(record.first(0).kept_ids) == 0
 
 
 def completions(
@@ -364,6 +416,7 @@ def assert_same_record(ours: SamplingRecord | None, theirs: SamplingRecord | Non
     assert ours is not None
     assert theirs is not None
     np.testing.assert_allclose(ours.logprobs, theirs.logprobs, atol=1e-5)
+    np.testing.assert_allclose(ours.entropies, theirs.entropies, atol=1e-5)
     assert ours.kept_counts.tolist() == theirs.kept_counts.tolist()
     assert ours.kept_ids.tolist() == theirs.kept_ids.tolist()
 
@@ -380,9 +433,11 @@ def test_completions_say_what_the_models_own_logits_say() -> None:
     for output, one, prompt in zip(outputs, of_output, prompt_of_output, strict=True):
         record, ids = output.sampling, output.token_ids
         assert record is not None
-        assert len(record.logprobs) == len(record.kept_counts) == len(ids)
+        assert len(record.logprobs) == len(record.kept_counts) == len(record.entropies) == len(ids)
         with torch.no_grad():
             logits = model(torch.from_numpy(np.append(prompt, ids))[None]).logits[0, len(prompt) - 1 : -1]
+        entropies = torch.distributions.Categorical(logits=logits / (one.temperature or 1)).entropy()
+        np.testing.assert_allclose(record.entropies, entropies, atol=1e-5)
         for i, token in enumerate(ids.tolist()):
             kept = record.kept(i)
             if one.greedy:
@@ -422,7 +477,7 @@ def test_records_of_sequences_that_ended_are_not_kept(monkeypatch: pytest.Monkey
     monkeypatch.setattr(executor, "SamplingRecords", lambda: made.append(SamplingRecords()) or made[-1])
     _, metrics = completions(FAMILIES["llama"](), SAMPLED, overlap=True)
     assert metrics.wasted_rows > 0
-    assert [(records._logprobs, records._kept) for records in made] == [({}, {})]
+    assert [(records._logprobs, records._entropies, records._kept) for records in made] == [({}, {}, {})]
 
 
 def test_nothing_is_recorded_unless_asked_for() -> None:
