@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
 import numpy.typing as npt
 
 from batchkv.conversation_kv import ConversationKV
+from batchkv.drafts import Drafts
 from batchkv.engine import Engine
 from batchkv.errors import RowError, UserError
 from batchkv.executor import DEFAULTS, OnEnded, RunOptions
@@ -37,6 +38,7 @@ class Draw:
         may_go_on: whether samples may be continued when they have ended, so that their KV is worth keeping; otherwise
             that of prompts is.
         record_sampling: whether samples tell what their tokens were drawn from (`Trajectory.sampling`).
+        earlier: completions by the bytes of their prompts' token ids, for drafts; None for no drafts.
     """
 
     params: SamplingParams
@@ -44,6 +46,7 @@ class Draw:
     weight_version: int
     may_go_on: bool = False
     record_sampling: bool = False
+    earlier: Mapping[bytes, Sequence[TokenIds]] | None = None
 
     def goes_on(self, rows: Int64Array, samples: Int64Array) -> npt.NDArray[np.bool_]:
         """Of outputs, whether they may be continued."""
@@ -86,7 +89,7 @@ def grow(
         if not len(branches[number].trunk):
             raise UserError(f"{_name(branches[number])}: {error.message}")
     ended = _Ended(branches, prepared, draw.weight_version, groups or Groups(None))
-    options = RunOptions(record_sampling=draw.record_sampling, unwanted=ended.unwanted)
+    options = RunOptions(draw.record_sampling, unwanted=ended.unwanted, drafts=_drafts(branches, prepared, draw))
     if kv is not None and expected is not None:
         kept = engine.execute(prepared, kv.runner, kv.cache, ended.note, metrics, options=options)
         kv.keep(prepared, kept, draw.goes_on)
@@ -94,6 +97,14 @@ def grow(
     else:
         execute_alone(engine, prepared, ended.note, metrics, options)
     return ended.trajectories(), prepared.plan
+
+
+def _drafts(branches: Sequence[Branch], prepared: PreparedWave, draw: Draw) -> Drafts | None:
+    """What was sampled after the same prompts before."""
+    if draw.earlier is None:
+        return None
+    prompts = [branches[number].trunk.prompt_token_ids.tobytes() for number in prepared.wave.row.tolist()]
+    return Drafts.of_requests([draw.earlier.get(prompt, ()) for prompt in prompts], prepared.plan.sequences)
 
 
 def check_recorded(branches: Sequence[Branch]) -> None:

@@ -35,6 +35,10 @@ class Ragged:
     def __len__(self) -> int:
         return len(self.offsets) - 1
 
+    def row(self, i: int) -> Array:
+        """A view of list i."""
+        return self.values[self.offsets[i] : self.offsets[i + 1]]
+
     @property
     def lengths(self) -> npt.NDArray[np.int64]:
         """Values of each list: int64 [lists]."""

@@ -195,6 +195,14 @@ class RolloutBatch:
         cut = [self.trajectory(row) for row in np.flatnonzero(self.truncated).tolist()]
         return [Branch(trajectory, (trajectory.sample_index,)) for trajectory in cut]
 
+    def completions_by_prompt(self) -> dict[bytes, list[npt.NDArray[np.int32]]]:
+        """Token ids after each distinct prompt, by the bytes of its int32 token ids."""
+        found: dict[bytes, list[npt.NDArray[np.int32]]] = {}
+        prompts, completions = self.prompts, self.completions
+        for row in range(len(self)):
+            found.setdefault(prompts.row(row).tobytes(), []).append(completions.row(row))
+        return found
+
     def finished(self) -> RolloutBatch:
         """Without the samples that were cut off because others of their prompt were enough."""
         return replace(self, table=self.table.filter(pc.field("finish_reason") != "abort"))

@@ -109,6 +109,7 @@ class Session:
         oversample: int = 0,
         enough: Enough | None = None,
         record_sampling: bool = False,
+        earlier: RolloutBatch | None = None,
     ) -> RolloutBatch:
         """Samples of every prompt; arguments and errors as of `batchkv.rollout`.
 
@@ -119,7 +120,8 @@ class Session:
         self._kv = self._kv or new_kv(self.engine)
         params = _params(n + oversample, max_tokens, temperature, top_p, top_k, min_p, stop_token_ids, seed)
         course = Course(environment, max_turns, branching, enough or at_least(n if oversample else None))
-        draw = Draw(params, step, self.weight_version, may_go_on=course.goes_on, record_sampling=record_sampling)
+        before = earlier.completions_by_prompt() if earlier is not None else None
+        draw = Draw(params, step, self.weight_version, course.goes_on, record_sampling, before)
         try:
             return roll_out(self.engine, prompts, draw, rows, self._kv, course)
         except BaseException:
@@ -157,6 +159,7 @@ def rollout(
     oversample: int = 0,
     enough: Enough | None = None,
     record_sampling: bool = False,
+    earlier: RolloutBatch | None = None,
     **config: Any,
 ) -> RolloutBatch:
     """Samples of every prompt, by a policy that may be in training. It is used in place and left as it was.
@@ -190,6 +193,8 @@ def rollout(
         record_sampling: whether samples tell what their tokens were drawn from: log-probabilities after all filters,
             entropies, and the tokens that were kept. `environment` and `branching` find it in `Trajectory.sampling`,
             the trainer in columns of the batch. With filters the host then waits for the device in each step.
+        earlier: a batch with samples of the same prompts: where they go on as these did, several tokens are computed at
+            once. That changes no token, and stops by itself where it does not pay.
         config: fields of `EngineConfig`.
 
     Returns:
@@ -202,7 +207,8 @@ def rollout(
     """
     params = _params(n + oversample, max_tokens, temperature, top_p, top_k, min_p, stop_token_ids, seed)
     course = Course(environment, max_turns, branching, enough or at_least(n if oversample else None))
-    draw = Draw(params, step, weight_version=step, may_go_on=course.goes_on, record_sampling=record_sampling)
+    before = earlier.completions_by_prompt() if earlier is not None else None
+    draw = Draw(params, step, step, course.goes_on, record_sampling, before)
     with Session(policy, tokenizer, **config) as session:
         kv = new_kv(session.engine) if course.goes_on else None
         try:

@@ -445,3 +445,34 @@ class TestEnough:
             reasons = cells(batch, "finish_reason")[8 * row : 8 * row + 8]
             assert len(reasons) - reasons.count("abort") >= 2
         assert "abort" in cells(batch, "finish_reason")
+
+
+class TestEarlier:
+    @FAMILY
+    def test_earlier_samples_make_it_fewer_steps_and_change_no_token(self, family: str) -> None:
+        model = FAMILIES[family]()
+        options: dict[str, Any] = {"n": 3, "temperature": 0.7, "max_tokens": 24, "seed": 3}
+        first = rollout(model, prompts(3), **options)
+        again = rollout(model, [prompts(3)[i] for i in (2, 0, 1)], rows=[2, 0, 1], earlier=first, **options)
+        assert_same(samples(again), samples(first))
+        assert again.summary["accepted_tokens"] > 0
+        assert again.summary["steps"] < first.summary["steps"]
+        assert "draft_tokens" not in first.summary
+
+    def test_turns_and_records_of_sampling_go_with_drafts(self) -> None:
+        model = FAMILIES["llama"]()
+        options: dict[str, Any] = {
+            "n": 3,
+            "stop_token_ids": ENDS,
+            "environment": answers,
+            "record_sampling": True,
+            "top_k": 20,
+            **SMALL,
+        }
+        first = rollout(model, prompts(3), **options)
+        again = rollout(model, prompts(3), earlier=first, **options)
+        assert_same(samples(again), samples(first))
+        assert again.summary["accepted_tokens"] > 0
+        assert cells(again, "kept_token_ids") == cells(first, "kept_token_ids")
+        entropies = [batch.table["entropies"].combine_chunks().flatten() for batch in (again, first)]
+        np.testing.assert_allclose(*entropies, atol=1e-4)
