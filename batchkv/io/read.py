@@ -194,18 +194,11 @@ def _blocks_of_file(path: Path) -> Iterator[JobTable]:
 def _blocks_of_parquet(path: Path) -> Iterator[JobTable]:
     # Not `pq.read_table`: that adds columns for folders named `key=value`.
     with pq.ParquetFile(path) as file:
-        _check_schema(file.schema_arrow, str(path))
         groups = [file.metadata.row_group(i) for i in range(file.metadata.num_row_groups)]
         # of rows in memory; what a file says of itself can be wrong, but no worse than too few rows at a time
         row_bytes = max((group.total_byte_size // max(group.num_rows, 1) for group in groups), default=0)
         rows = min(max(BLOCK_BYTES // max(row_bytes, 1), 1), BLOCK_ROWS)
-        first = 0
-        for batch in file.iter_batches(rows):
-            batch.validate(full=True)  # the reader does not look whether strings are UTF-8
-            yield _block_of(pa.Table.from_batches([batch]), f"{path} row {first}")
-            first += batch.num_rows
-        if not first:
-            yield _block_of(file.schema_arrow.empty_table(), str(path))
+        yield from _blocks_of_batches(file.iter_batches(rows), file.schema_arrow, str(path))
 
 
 def _blocks_of_ipc(path: Path) -> Iterator[JobTable]:
@@ -238,7 +231,8 @@ def _joined(batches: Iterable[pa.RecordBatch]) -> Iterator[pa.Table]:
     held: list[pa.RecordBatch] = []
     rows, held_bytes = 0, 0
     for batch in batches:
-        # Offsets and indices that point anywhere, and strings that are no UTF-8: what reads them next would crash.
+        # Offsets and indices that point anywhere, and strings that are no UTF-8 (which the reader of Parquet does not
+        # look for): what reads them next would crash.
         batch.validate(full=True)
         if held and (rows + batch.num_rows > BLOCK_ROWS or held_bytes + batch.nbytes > BLOCK_BYTES):
             yield pa.Table.from_batches(held)

@@ -185,7 +185,7 @@ def _wrong_table(rng: random.Random) -> JobFile:
         table = rng.choice(_TABLE_MUTATORS)(rng, table)
     try:
         return _written(rng, table)
-    except (pa.ArrowException, ValueError, TypeError, NotImplementedError):  # not every format has every type
+    except (pa.ArrowException, OSError, ValueError, TypeError, NotImplementedError):  # not every format has every type
         return JobFile(".arrow", seeds.arrow_file(tables[0]))
 
 

@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 
 from batchkv.errors import UserError
 from batchkv.io.columns import JOB_COLUMNS, PARAMETER_COLUMNS, RESULT_COLUMNS
+from batchkv.io.read import open_jobs
 from batchkv.io.write import write_table
 from batchkv.job import Job, check_columns, check_rows
 from batchkv.sampling_params import SamplingParams
@@ -182,6 +183,10 @@ class TestTokenIds:
         assert read.carried.column_names == ["x", "y"]
         pq.write_table(pa.table(columns)[:0], tmp_path / "empty.parquet")
         assert read_job(tmp_path / "empty.parquet", DEFAULTS).num_rows == 0
+
+    def test_small_row_groups_are_read_together(self, tmp_path: Path) -> None:
+        pq.write_table(pa.table({"prompt": ["a"] * 300}), tmp_path / "jobs.parquet", row_group_size=1)
+        assert [block.num_rows for block in open_jobs(tmp_path / "jobs.parquet").blocks()] == [300]
 
     def test_an_id_beyond_64_bits_does_not_spoil_the_column(self) -> None:
         column = pa.array([[1], [2**64 - 1]], pa.list_(pa.uint64()))
