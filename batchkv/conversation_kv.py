@@ -111,6 +111,7 @@ class ConversationKV:
         wave, sequences = prepared.wave, prepared.plan.sequences
         needed = np.zeros(len(sequences), np.bool_)
         needed[sequences.output_sequence[self._needed(wave, is_needed)]] = True
+        prompts = _keys(self._kept)
         for one in kept:
             handle, group = one.handle, int(wave.group[sequences.row[one.sequence]])
             if needed[one.sequence]:
@@ -118,7 +119,9 @@ class ConversationKV:
                 continue
             if not self._windowed:
                 tokens = one.token_ids[: wave.arena.lengths[sequences.row[one.sequence]]]
-                self._kept.append(KeptSequence(self.cache.fork(handle, len(tokens)), tokens, group))
+                if (key := (group, tokens.tobytes())) not in prompts:
+                    prompts.add(key)
+                    self._kept.append(KeptSequence(self.cache.fork(handle, len(tokens)), tokens, group))
             self.cache.free(handle)
 
     def expect(self, expected: Expected, outputs: Callable[[int, int], TokenIds | None]) -> None:
@@ -131,6 +134,7 @@ class ConversationKV:
         whole, sequences, keeps = expected.wave, expected.plan.sequences, expected.plan.costs.keeps
         of_sequence = np.argsort(sequences.output_sequence, kind="stable")  # its outputs, one sequence after the other
         first = np.searchsorted(sequences.output_sequence[of_sequence], np.arange(len(sequences) + 1))
+        prompts = _keys(self._expected)
         for sequence in np.flatnonzero(keeps).tolist():
             served = of_sequence[first[sequence] : first[sequence + 1]].tolist()
             request = int(whole.output_request[served[0]])
@@ -141,6 +145,10 @@ class ConversationKV:
                 continue
             prompt = whole.arena.row(request)
             tokens = prompt if generated is None else np.concatenate([prompt, generated])[:-1]
+            if generated is None:
+                if (key := (int(whole.group[request]), prompt.tobytes())) in prompts:
+                    continue
+                prompts.add(key)
             self._expected.append(KeptSequence(len(self._expected), tokens.copy(), int(whole.group[request])))
 
     def _of(self, whole: Wave, output: int, outputs: Callable[[int, int], TokenIds | None]) -> TokenIds | None:
@@ -164,3 +172,8 @@ class ConversationKV:
         for one in self._kept:
             self.cache.free(one.handle)
         self._kept.clear()
+
+
+def _keys(kept: Sequence[KeptSequence]) -> set[tuple[int, bytes]]:
+    """What is kept, by its tokens: a prompt is kept once, however many samples it has."""
+    return {(one.group, one.token_ids.tobytes()) for one in kept}

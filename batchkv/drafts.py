@@ -69,6 +69,12 @@ class Drafts:
         """
         return cls(tuple(tuple(completions) for completions in references), sequences.row.astype(np.int64))
 
+    def for_sequences(self, of_sequence: Int64Array) -> Drafts:
+        """The same completions for other sequences; the index is made once for all."""
+        others = Drafts(self.references, of_sequence)
+        others.__dict__["index"] = self.index
+        return others
+
     @property
     def highest_token(self) -> int:
         """The highest token id in them; -1 without any."""

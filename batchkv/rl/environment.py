@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -61,7 +61,7 @@ class Replies:
         self._turns = TurnTokenizer(engine.tokenizer) if engine.tokenizer is not None else None
 
     def behind(self, ended: Sequence[Trajectory], version: int) -> tuple[list[Branch], list[Trajectory]]:
-        """The samples that go on, with the reply behind them, and those that are done.
+        """The samples that go on, with the reply behind them, and those that are done, as there is no reply or no room.
 
         Args:
             ended: the samples, after a turn.
@@ -74,10 +74,9 @@ class Replies:
         texts = self._engine.detokenize([trajectory.last_turn for trajectory in ended])
         for trajectory, text in zip(ended, texts, strict=True):
             reply = self._asked(trajectory, text)
-            if reply is None:
+            longer = trajectory.with_reply(self._token_ids(reply, trajectory), version) if reply is not None else None
+            if longer is None or self._is_too_long(longer):
                 done.append(trajectory)
-            elif self._is_too_long(longer := trajectory.with_reply(self._token_ids(reply, trajectory), version)):
-                done.append(replace(trajectory, finish_reason="length"))
             else:
                 going.append(Branch(longer, (trajectory.sample_index,)))
         return going, done

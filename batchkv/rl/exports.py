@@ -167,6 +167,9 @@ def to_nemo_rl(batch: RolloutBatch) -> dict[str, torch.Tensor]:
     return _tensors(matrices)
 
 
+_SLIME_STATUS = {"stop": "completed", "length": "truncated", "abort": "aborted"}
+
+
 def to_slime(batch: RolloutBatch, *, top_p: float = 1.0) -> list[dict[str, Any]]:
     """Fields of slime's `Sample` (`slime/utils/types.py`, 0.3): `Sample.from_dict(fields)`.
 
@@ -191,7 +194,7 @@ def to_slime(batch: RolloutBatch, *, top_p: float = 1.0) -> list[dict[str, Any]]
         batch.env_mask.lists(),
         logprobs.lists(),
         _versions(batch),
-        batch.truncated.tolist(),
+        batch.table["finish_reason"].to_pylist(),
         batch.table["prompt_index"].to_pylist(),
         nuclei,
         strict=True,
@@ -205,10 +208,10 @@ def to_slime(batch: RolloutBatch, *, top_p: float = 1.0) -> list[dict[str, Any]]
             "loss_mask": mask,
             "rollout_log_probs": row_logprobs,
             "weight_versions": versions,
-            "status": "truncated" if cut else "completed",
+            "status": _SLIME_STATUS[reason],
             **nucleus,
         }
-        for row, (tokens, mask, row_logprobs, versions, cut, prompt, nucleus) in enumerate(columns)
+        for row, (tokens, mask, row_logprobs, versions, reason, prompt, nucleus) in enumerate(columns)
     ]
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -27,6 +28,29 @@ from batchkv.waves import NOTHING
 from batchkv.writer import Completion
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class Earlier:
+    """Completions of an earlier rollout, found by their prompts.
+
+    Attributes:
+        drafts: a list of completions for each distinct prompt.
+        numbers: which list, by the bytes of a prompt's int32 token ids.
+    """
+
+    drafts: Drafts
+    numbers: Mapping[bytes, int]
+
+    @classmethod
+    def of(cls, completions: Mapping[bytes, Sequence[TokenIds]]) -> Earlier:
+        lists = tuple(tuple(some) for some in completions.values())
+        nobody = np.empty(0, np.int64)
+        return cls(Drafts(lists, nobody), {prompt: number for number, prompt in enumerate(completions)})
+
+    def number(self, prompt: TokenIds) -> int:
+        """-1 if the prompt was not among those."""
+        return self.numbers.get(prompt.tobytes(), -1)
+
+
 @dataclass(frozen=True, slots=True)
 class Draw:
     """How samples of a rollout are drawn.
@@ -38,7 +62,7 @@ class Draw:
         may_go_on: whether samples may be continued when they have ended, so that their KV is worth keeping; otherwise
             that of prompts is.
         record_sampling: whether samples tell what their tokens were drawn from (`Trajectory.sampling`).
-        earlier: completions by the bytes of their prompts' token ids, for drafts; None for no drafts.
+        earlier: completions of the same prompts, for drafts; None for no drafts.
     """
 
     params: SamplingParams
@@ -46,7 +70,7 @@ class Draw:
     weight_version: int
     may_go_on: bool = False
     record_sampling: bool = False
-    earlier: Mapping[bytes, Sequence[TokenIds]] | None = None
+    earlier: Earlier | None = None
 
     def goes_on(self, rows: Int64Array, samples: Int64Array) -> npt.NDArray[np.bool_]:
         """Of outputs, whether they may be continued."""
@@ -88,7 +112,7 @@ def grow(
     for number, error in prepared.errors.items():
         if not len(branches[number].trunk):
             raise UserError(f"{_name(branches[number])}: {error.message}")
-    ended = _Ended(branches, prepared, draw.weight_version, groups or Groups(None))
+    ended = _Ended(branches, prepared, draw, groups or Groups(None))
     options = RunOptions(draw.record_sampling, unwanted=ended.unwanted, drafts=_drafts(branches, prepared, draw))
     if kv is not None and expected is not None:
         kept = engine.execute(prepared, kv.runner, kv.cache, ended.note, metrics, options=options)
@@ -103,8 +127,9 @@ def _drafts(branches: Sequence[Branch], prepared: PreparedWave, draw: Draw) -> D
     """What was sampled after the same prompts before."""
     if draw.earlier is None:
         return None
-    prompts = [branches[number].trunk.prompt_token_ids.tobytes() for number in prepared.wave.row.tolist()]
-    return Drafts.of_requests([draw.earlier.get(prompt, ()) for prompt in prompts], prepared.plan.sequences)
+    prompts = [branches[number].trunk.prompt_token_ids for number in prepared.wave.row.tolist()]
+    lists = np.array([draw.earlier.number(prompt) for prompt in prompts], np.int64)
+    return draw.earlier.drafts.for_sequences(lists[prepared.plan.sequences.row])
 
 
 def check_recorded(branches: Sequence[Branch]) -> None:
@@ -151,10 +176,12 @@ def _wave_of(branches: Sequence[Branch], draw: Draw) -> Wave:
 
 
 def _stream(branch: Branch, step: int) -> str:
-    """Names the random numbers of a branch. Those of later turns and of forks are others than those of the first."""
+    """Names the random numbers of a branch: those of later turns and of forks are others for each way there."""
     trunk = branch.trunk
-    is_first = not len(trunk) and trunk.forked_from < 0
-    return f"{step}/{trunk.row}" if is_first else f"{step}/{trunk.row}/{trunk.forked_from}/{len(trunk)}"
+    if not len(trunk) and trunk.forked_from < 0:
+        return f"{step}/{trunk.row}"
+    way = hashlib.blake2b(trunk.token_ids.tobytes(), digest_size=16).hexdigest()
+    return f"{step}/{trunk.row}/{trunk.forked_from}/{way}"
 
 
 def execute_alone(
@@ -184,15 +211,19 @@ class _Ended:
         unwanted: bool [sequences], those of prompts that have enough samples.
     """
 
-    def __init__(self, branches: Sequence[Branch], prepared: PreparedWave, version: int, groups: Groups) -> None:
+    def __init__(self, branches: Sequence[Branch], prepared: PreparedWave, draw: Draw, groups: Groups) -> None:
         wave, self._of_output = prepared.wave, prepared.plan.sequences.output_sequence
-        self._branches, self._prepared, self._version, self._groups = branches, prepared, version, groups
+        self._branches, self._prepared, self._groups = branches, prepared, groups
+        self._version, self._may_go_on = draw.weight_version, draw.may_go_on
         self.unwanted = np.zeros(len(prepared.plan.sequences), np.bool_)
         self._completions: dict[int, Completion] = {}  # by sequence
         self._branch, self._sample = wave.row[wave.output_request], wave.output_sample  # of each output
         self._prompt = np.array([branch.trunk.prompt_index for branch in branches])[self._branch]
         places = zip(self._branch.tolist(), self._sample.tolist(), strict=True)
         self._output = {place: output for output, place in enumerate(places)}
+        by_sequence = np.argsort(self._of_output, kind="stable")
+        ends = np.cumsum(np.bincount(self._of_output, minlength=len(self.unwanted)))
+        self._outputs = np.split(by_sequence, ends[:-1])  # of each sequence
 
     def note(self, ended: Sequence[tuple[int, Completion | RowError]]) -> None:
         """Raises UserError if the policy's logits were no distribution."""
@@ -201,11 +232,11 @@ class _Ended:
                 request = int(self._prepared.plan.sequences.row[sequence])
                 raise UserError(f"{_name(self._branches[request])}: {completion.message}")
             self._completions[sequence] = completion
-            if not self._is_cut(sequence):
+            if self._groups.can_end and not self._is_cut(sequence):
                 self._tell_groups(sequence)
 
     def _tell_groups(self, sequence: int) -> None:
-        for output in np.flatnonzero(self._of_output == sequence).tolist():
+        for output in self._outputs[sequence].tolist():
             if self._groups.add(self._grown(output)):
                 self.unwanted[self._of_output[self._prompt == self._prompt[output]]] = True
 
@@ -216,8 +247,10 @@ class _Ended:
         is_shorter = len(completion.token_ids) < most
         return bool(self.unwanted[sequence]) and completion.finish_reason == "length" and is_shorter
 
-    def token_ids(self, branch: int, sample: int) -> TokenIds:
-        """What was generated."""
+    def token_ids(self, branch: int, sample: int) -> TokenIds | None:
+        """What was generated, where it may be continued."""
+        if not self._may_go_on:
+            return None
         return self._completions[int(self._of_output[self._output[branch, sample]])].token_ids
 
     def trajectories(self) -> list[list[Trajectory]]:

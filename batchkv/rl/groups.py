@@ -30,6 +30,14 @@ class Groups:
         self._done: defaultdict[int, list[Trajectory]] = defaultdict(list)  # by prompt
         self._closed: set[int] = set()
 
+    @property
+    def can_end(self) -> bool:
+        """Whether any group may have enough."""
+        return self._enough is not None
+
+    def is_closed(self, prompt: int) -> bool:
+        return prompt in self._closed
+
     def add(self, done: Trajectory) -> bool:
         """Notes a sample that is done; whether its prompt has enough now, and had not before."""
         prompt = done.prompt_index

@@ -13,6 +13,10 @@ from transformers import PreTrainedModel
 
 from batchkv.errors import UserError
 
+_GATHER = (
+    "gather a full state dict into a module of its own (torch.distributed.checkpoint.state_dict.get_model_state_dict "
+    "with full_state_dict=True), and run the rollout on that"
+)
 _WRAPPERS = ("module", "_orig_mod", "pretrained_model")  # of DataParallel and DDP, torch.compile, TRL's value heads
 
 
@@ -26,8 +30,8 @@ def unwrap(policy: nn.Module) -> PreTrainedModel:
         UserError: there is none inside, or its weights are not here: sharded, or on no device.
     """
     model: object = policy
+    _check_not_fsdp(model)
     while not isinstance(model, PreTrainedModel):
-        _check_not_fsdp(model)
         model = _inside(model)
     _check_parameters(model)
     return model
@@ -50,6 +54,13 @@ def _inside(model: object) -> object:
     raise UserError(f"the policy is a {kind}, must be a transformers model or a wrapper of one: unwrap it")
 
 
+def adapters_of(model: nn.Module) -> str:
+    """Which of PEFT's adapters are at work in a model and how strongly: what no weight tells."""
+    layers = [module for module in model.modules() if hasattr(module, "disable_adapters")]
+    names = ("active_adapters", "disable_adapters", "merged_adapters", "scaling")
+    return "; ".join(str([getattr(layer, name, None) for name in names]) for layer in layers)
+
+
 def is_peft(model: object) -> bool:
     """Whether PEFT wraps a model. Where it was never imported, it does not."""
     peft = sys.modules.get("peft")
@@ -57,11 +68,9 @@ def is_peft(model: object) -> bool:
 
 
 def _check_not_fsdp(model: object) -> None:
-    if type(model).__name__ == "FullyShardedDataParallel":
-        raise UserError(
-            "the policy's parameters are sharded (FSDP): run the rollout inside "
-            "FullyShardedDataParallel.summon_full_params(policy), with policy.module, or on a gathered copy"
-        )
+    modules = model.modules() if isinstance(model, nn.Module) else ()
+    if any(type(module).__name__ == "FullyShardedDataParallel" for module in modules):
+        raise UserError(f"the policy's parameters are sharded (FSDP): {_GATHER}")
 
 
 def _check_parameters(model: PreTrainedModel) -> None:
@@ -70,13 +79,11 @@ def _check_parameters(model: PreTrainedModel) -> None:
         if hasattr(parameter, "ds_id") and parameter.numel() == 0:
             raise UserError(
                 f"the policy's parameter {name} is sharded (DeepSpeed ZeRO-3): run the rollout inside "
-                "deepspeed.zero.GatheredParameters(policy.parameters()), or on a gathered copy"
+                "deepspeed.zero.GatheredParameters(policy.parameters()) with the engine's hooks taken off, as TRL's "
+                "unwrap_model_for_generation does"
             )
         if hasattr(parameter, "full_tensor"):  # a DTensor
-            raise UserError(
-                f"the policy's parameter {name} is sharded (FSDP2): call policy.unshard() before the rollout and "
-                "policy.reshard() after it, or run it on a gathered copy"
-            )
+            raise UserError(f"the policy's parameter {name} is sharded (FSDP2): {_GATHER}")
         if parameter.device.type == "meta":
             raise UserError(f"the policy's parameter {name} is on the meta device: load the weights first")
 

@@ -22,7 +22,7 @@ def read_branches(
     Args:
         prompts: each a text, a list of messages, token ids, or a `Branch`, which has its own number of samples.
         n: samples of each of the others.
-        rows: the global number of each prompt; by default its place.
+        rows: the global number of each prompt; by default its place, behind the highest row of the branches.
         tokenizer: makes texts and messages token ids, as in jobs.
         limits: what the model takes.
 
@@ -34,15 +34,36 @@ def read_branches(
     if rows is not None and len(rows) != len(prompts):
         raise UserError(f"there are {len(rows)} rows for {len(prompts)} prompts, must be as many")
     new = [i for i, prompt in enumerate(prompts) if not isinstance(prompt, Branch)]
+    for i in new:
+        if not _is_list(prompts[i]) and not isinstance(prompts[i], str):
+            kind = type(prompts[i]).__name__
+            raise UserError(f"prompt {i} is {kind}, must be a text, a list of messages or a list of token ids")
     arena_rows = dict(zip(new, _token_ids([prompts[i] for i in new], new, tokenizer, limits), strict=True))
+    taken = [prompt.trunk.row for prompt in prompts if isinstance(prompt, Branch)]
+    first = max(taken, default=-1) + 1
     branches = []
     for i, prompt in enumerate(prompts):
-        row = i if rows is None else int(rows[i])
+        row = first + i if rows is None else int(rows[i])
         if isinstance(prompt, Branch):
             branches.append(prompt.of_prompt(i))
         else:
             branches.append(Branch(Trajectory.of_prompt(i, row, arena_rows[i]), tuple(range(n))))
-    return branches
+    return _distinct(branches)
+
+
+def _distinct(branches: list[Branch]) -> list[Branch]:
+    """Samples that go on from the same tokens of the same row have indices of their own, or they would be equal."""
+    next_index: dict[tuple[int, int, bytes], int] = {}
+    distinct = []
+    for branch in branches:
+        trunk = branch.trunk
+        key = trunk.row, trunk.forked_from, trunk.token_ids.tobytes()
+        first = next_index.get(key, 0)
+        samples = branch.samples if min(branch.samples) >= first else tuple(range(first, first + len(branch.samples)))
+        if len(trunk) or trunk.forked_from >= 0:
+            next_index[key] = max(first, max(samples) + 1)
+        distinct.append(Branch(trunk, samples))
+    return distinct
 
 
 def _token_ids(
@@ -62,6 +83,11 @@ def _token_ids(
     for row, error in sorted(errors.items()):
         raise UserError(f"prompt {names[row]}: {error.message}")
     return [arena.row(row) for row in range(arena.num_rows)]
+
+
+def _is_list(prompt: Any) -> bool:
+    """Lists, arrays and tensors of one dimension."""
+    return isinstance(prompt, (list, tuple)) or getattr(prompt, "ndim", 0) == 1
 
 
 def _column_of(prompt: Any) -> str:

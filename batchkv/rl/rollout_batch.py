@@ -184,8 +184,12 @@ class RolloutBatch:
             n: how many.
 
         Raises:
-            ValueError: there is no such token, or it is not the model's.
+            ValueError: there is no such sample or token, it is not the model's, or there are no samples to draw.
         """
+        if not 0 <= sample < len(self):
+            raise ValueError(f"sample {sample} must be a row of the batch, from 0 to {len(self) - 1}")
+        if n < 1:
+            raise ValueError(f"n {n} must be at least 1")
         return self.trajectory(sample).fork(at_token, range(n))
 
     def unfinished(self) -> list[Branch]:

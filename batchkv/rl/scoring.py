@@ -46,6 +46,7 @@ def score(policy: nn.Module | Engine, batch: RolloutBatch, **config: Any) -> Rag
     rows = np.flatnonzero(batch.completions.lengths)
     found: dict[int, Completion | RowError] = {}
     if len(rows):
+        _check_tokens(batch, engine.prompt_limits.vocab_size)
         prepared = prepare_wave(_wave_of(batch, rows), NOTHING, engine.layout, engine.limits())
         for request, error in prepared.errors.items():
             raise UserError(f"row {rows[request]}: {error.message}")
@@ -59,6 +60,14 @@ def score(policy: nn.Module | Engine, batch: RolloutBatch, **config: Any) -> Rag
                 raise UserError(f"row {row}: {scores.message}")
             values[offsets[row] : offsets[row + 1]] = scores.logprobs
     return Ragged(np.where(mask == 1, values, np.float32(0)), offsets)
+
+
+def _check_tokens(batch: RolloutBatch, vocab_size: int) -> None:
+    """Raises UserError if the model does not have a token."""
+    whole = batch.prompts.then(batch.completions)
+    if len(whole.values) and (highest := int(whole.values.max())) >= vocab_size:
+        row = int(whole.owners[int(whole.values.argmax())])
+        raise UserError(f"row {row} has token id {highest}, the model has {vocab_size}: take one of its tokenizer")
 
 
 def _wave_of(batch: RolloutBatch, rows: np.ndarray[Any, np.dtype[np.int64]]) -> Wave:

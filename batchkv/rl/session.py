@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from time import perf_counter
 from types import TracebackType
 from typing import Any
@@ -16,30 +15,15 @@ from batchkv.errors import UserError
 from batchkv.fingerprint import model_fingerprint
 from batchkv.job_plan import PlanTotals
 from batchkv.metrics import RunMetrics
+from batchkv.rl.asked import Asked
 from batchkv.rl.branching import Branching, Forks
 from batchkv.rl.environment import Environment, Replies
 from batchkv.rl.generation import Draw, check_recorded, grow, with_room
-from batchkv.rl.groups import Enough, Groups, at_least
-from batchkv.rl.policy import left_as_it_was, unwrap
+from batchkv.rl.groups import Enough, Groups
+from batchkv.rl.policy import adapters_of, left_as_it_was, unwrap
 from batchkv.rl.prompts import read_branches
 from batchkv.rl.rollout_batch import RolloutBatch
 from batchkv.rl.trajectory import Trajectory, as_table
-from batchkv.sampling_params import SamplingParams
-
-
-@dataclass(frozen=True, slots=True)
-class Course:
-    """What happens to samples when a turn of them has ended; attributes as of `batchkv.rollout`."""
-
-    environment: Environment | None = None
-    max_turns: int = 16
-    branching: Branching | None = None
-    enough: Enough | None = None
-
-    @property
-    def goes_on(self) -> bool:
-        """Whether something may follow the first turn."""
-        return self.environment is not None or self.branching is not None
 
 
 class Session:
@@ -89,47 +73,26 @@ class Session:
         self._fingerprint = None
         self.weight_version += 1
 
-    def rollout(
-        self,
-        prompts: Sequence[Any],
-        n: int = 16,
-        *,
-        max_tokens: int = 256,
-        temperature: float = 1.0,
-        top_p: float = 1.0,
-        top_k: int = 0,
-        min_p: float = 0.0,
-        stop_token_ids: Sequence[int] | None = None,
-        seed: int = 0,
-        step: int = 0,
-        rows: Sequence[int] | None = None,
-        environment: Environment | None = None,
-        max_turns: int = 16,
-        branching: Branching | None = None,
-        oversample: int = 0,
-        enough: Enough | None = None,
-        record_sampling: bool = False,
-        earlier: RolloutBatch | None = None,
-    ) -> RolloutBatch:
-        """Samples of every prompt; arguments and errors as of `batchkv.rollout`.
+    def rollout(self, prompts: Sequence[Any], n: int = 16, **options: Any) -> RolloutBatch:
+        """Samples of every prompt.
+
+        Args:
+            prompts, n, options: as of `batchkv.rollout`.
 
         Raises:
             UserError: as there; or the weights have changed since the KV was computed.
         """
+        asked = Asked(n=n, **options)
         self._check_weights()
         self._kv = self._kv or new_kv(self.engine)
-        params = _params(n + oversample, max_tokens, temperature, top_p, top_k, min_p, stop_token_ids, seed)
-        course = Course(environment, max_turns, branching, enough or at_least(n if oversample else None))
-        before = earlier.completions_by_prompt() if earlier is not None else None
-        draw = Draw(params, step, self.weight_version, course.goes_on, record_sampling, before)
         try:
-            return roll_out(self.engine, prompts, draw, rows, self._kv, course)
+            return roll_out(self.engine, prompts, asked, asked.draw(self.weight_version), self._kv)
         except BaseException:
             self.close()  # what is in the cache is not known
             raise
 
     def _check_weights(self) -> None:
-        found = model_fingerprint(self.engine.model)
+        found = f"{model_fingerprint(self.engine.model)}/{adapters_of(self.engine.model)}"
         if self._fingerprint not in (None, found):
             raise UserError(
                 f"the policy's weights have changed since version {self.weight_version}, and KV of the old ones is "
@@ -205,39 +168,32 @@ def rollout(
             branch goes on from tokens for which it was not.
         ValueError: a parameter is out of range.
     """
-    params = _params(n + oversample, max_tokens, temperature, top_p, top_k, min_p, stop_token_ids, seed)
-    course = Course(environment, max_turns, branching, enough or at_least(n if oversample else None))
-    before = earlier.completions_by_prompt() if earlier is not None else None
-    draw = Draw(params, step, step, course.goes_on, record_sampling, before)
-    with Session(policy, tokenizer, **config) as session:
-        kv = new_kv(session.engine) if course.goes_on else None
-        try:
-            return roll_out(session.engine, prompts, draw, rows, kv, course)
-        finally:
-            if kv is not None:
-                kv.release()
-
-
-def _params(
-    n: int,
-    max_tokens: int,
-    temperature: float,
-    top_p: float,
-    top_k: int,
-    min_p: float,
-    stop_token_ids: Sequence[int] | None,
-    seed: int,
-) -> SamplingParams:
-    return SamplingParams(
+    asked = Asked(
         n=n,
         max_tokens=max_tokens,
         temperature=temperature,
         top_p=top_p,
         top_k=top_k,
         min_p=min_p,
-        stop_token_ids=tuple(stop_token_ids or ()),
+        stop_token_ids=stop_token_ids,
         seed=seed,
+        step=step,
+        rows=rows,
+        environment=environment,
+        max_turns=max_turns,
+        branching=branching,
+        oversample=oversample,
+        enough=enough,
+        record_sampling=record_sampling,
+        earlier=earlier,
     )
+    with Session(policy, tokenizer, **config) as session:
+        kv = new_kv(session.engine) if asked.goes_on else None
+        try:
+            return roll_out(session.engine, prompts, asked, asked.draw(step), kv)
+        finally:
+            if kv is not None:
+                kv.release()
 
 
 def _engine_of(policy: nn.Module, tokenizer: Any, config: dict[str, Any]) -> Engine:
@@ -250,22 +206,17 @@ def new_kv(engine: Engine) -> ConversationKV:
 
 
 def roll_out(
-    engine: Engine,
-    prompts: Sequence[Any],
-    draw: Draw,
-    rows: Sequence[int] | None,
-    kv: ConversationKV | None,
-    course: Course,
+    engine: Engine, prompts: Sequence[Any], asked: Asked, draw: Draw, kv: ConversationKV | None
 ) -> RolloutBatch:
     """Wave by wave, until all samples are done: a turn of those that go on, and the forks of those that are done."""
     metrics, totals, started = RunMetrics(), PlanTotals(), perf_counter()
     with left_as_it_was(engine.model):
         with metrics.timed("tokenize"):
-            branches = read_branches(prompts, draw.params.n, rows, engine.tokenizer, engine.prompt_limits)
+            branches = read_branches(prompts, draw.params.n, asked.rows, engine.tokenizer, engine.prompt_limits)
         if draw.record_sampling:
             check_recorded(branches)
-        replies = Replies(course.environment, engine, course.max_turns) if course.environment else None
-        forks, groups = Forks(course.branching, branches), Groups(course.enough)
+        replies = Replies(asked.environment, engine, asked.max_turns) if asked.environment else None
+        forks, groups = Forks(asked.branching, branches), Groups(asked.enough_of_a_group)
         done: list[Trajectory] = []
         while branches:
             branches, full = with_room(branches, engine.prompt_limits.context_length)
@@ -278,7 +229,7 @@ def roll_out(
             branches, finished = replies.behind(ended, draw.weight_version) if replies else ([], ended)
             if replies:
                 branches, finished = groups.closed(branches, finished)
-            branches += forks.of(finished)
+            branches += forks.of([one for one in finished if not groups.is_closed(one.prompt_index)])
             done += finished
     metrics.elapsed_s = perf_counter() - started
     done.sort(key=lambda one: (one.prompt_index, one.sample_index))

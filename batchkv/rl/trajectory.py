@@ -110,7 +110,7 @@ class Trajectory:
             raise ValueError(f"at_token {at_token} must be one of the sample's {len(self)} tokens, from 0")
         if not self.env_mask[at_token]:
             raise ValueError(f"at_token {at_token} is a token of the environment, must be one of the model's")
-        trunk = replace(self.first(at_token), forked_from=self.sample_index, forked_at=at_token, num_cached_tokens=0)
+        trunk = replace(self.first(at_token), forked_from=self.sample_index, forked_at=at_token, finish_reason=None)
         return Branch(trunk, tuple(samples))
 
     def with_completion(self, completion: Completion, weight_version: int) -> Trajectory:
@@ -163,8 +163,8 @@ class Branch:
     def grown(self, sample: int, completion: Completion, num_cached: int, weight_version: int) -> Trajectory:
         """One of the samples, with what was generated behind the trunk."""
         trunk = replace(self.trunk, sample_index=sample)
-        if not len(self.trunk):
-            trunk = replace(trunk, num_cached_tokens=num_cached)
+        if self.trunk.finish_reason is None:  # the first turn
+            trunk = replace(trunk, num_cached_tokens=min(num_cached, len(trunk.prompt_token_ids)))
         return trunk.with_completion(completion, weight_version)
 
 

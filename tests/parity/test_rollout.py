@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -221,6 +222,9 @@ class TestPrompts:
             ([[1, 2], []], "prompt 1: "),
             ([[1], [1, 500]], "prompt 1: .*500"),
             (["text"], "without a tokenizer"),
+            ([1, 2], "prompt 0 is int"),
+            ([None], "prompt 0 is NoneType"),
+            ([{"role": "user", "content": "a"}], "prompt 0 is dict"),
             ([[1] * 600], "prompt 0: .*512"),
         ],
     )
@@ -231,7 +235,17 @@ class TestPrompts:
     def test_no_prompts_are_an_empty_batch(self, policy: PreTrainedModel) -> None:
         assert len(rollout(policy, [], n=4, **SMALL)) == 0
 
-    @pytest.mark.parametrize(("name", "value"), [("n", 0), ("temperature", -1.0), ("top_p", 0.0), ("max_tokens", 0)])
+    @pytest.mark.parametrize(
+        ("name", "value"),
+        [
+            ("n", 0),
+            ("temperature", -1.0),
+            ("top_p", 0.0),
+            ("max_tokens", 0),
+            ("max_turns", 0),
+            ("oversample", -1),
+        ],
+    )
     def test_parameters_out_of_range_are_refused(self, policy: PreTrainedModel, name: str, value: Any) -> None:
         with pytest.raises(ValueError, match=name):
             rollout(policy, prompts(1), **{**SMALL, name: value})
@@ -365,6 +379,33 @@ class TestSession:
             with pytest.raises(UserError, match=r"session.refresh\(\)"):
                 session.rollout(prompts(1), n=1, **SMALL)
 
+    def test_prompts_are_kept_once(self, policy: PreTrainedModel) -> None:
+        with Session(policy) as session:
+            for step in range(3):
+                session.rollout(prompts(3), n=4, step=step, max_tokens=2)
+                assert session._kv is not None
+                assert [len(session._kv._kept), len(session._kv._expected)] == [3, 3]
+
+    def test_adapters_that_are_switched_are_seen(self) -> None:
+        peft = pytest.importorskip("peft")
+        config = peft.LoraConfig(r=4, target_modules=["q_proj"], init_lora_weights=False)
+        model = peft.get_peft_model(FAMILIES["llama"](), config)
+        with Session(model) as session:
+            session.rollout(prompts(1), n=1, **SMALL)
+            with model.disable_adapter(), pytest.raises(UserError, match=r"session.refresh\(\)"):
+                session.rollout(prompts(1), n=1, **SMALL)
+
+    def test_mismatch_shows_stale_kv(self) -> None:
+        model = FAMILIES["llama"]()
+        with Session(model) as session:
+            session.rollout(prompts(2), n=2, **SMALL)
+            for parameter in model.parameters():
+                parameter.data *= 1.05
+            session._fingerprint = None  # nobody looks
+            stale = session.rollout(prompts(2), n=2, **SMALL)
+        assert batchkv.mismatch(model, stale).max_abs > 1e-2
+        assert batchkv.mismatch(model, rollout(model, prompts(2), n=2, **SMALL)).max_abs < 1e-4
+
     def test_after_an_exception_nothing_is_left(self, policy: PreTrainedModel) -> None:
         with Session(policy) as session:
             session.rollout(prompts(2), n=2, **SMALL)
@@ -381,3 +422,35 @@ class TestSession:
         )
         with pytest.raises(UserError, match="engine"):
             rollout(engine, prompts(2), n=2, max_batch_rows=4)
+
+
+def test_at_learning_rate_0_mismatch_stays_flat_over_50_steps() -> None:
+    model = FAMILIES["llama"]()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.0)
+    worst = []
+    with Session(model) as session:
+        for step in range(50):
+            batch = session.rollout(prompts(2, 12), n=2, max_tokens=4, step=step)
+            model.train()
+            ids = torch.tensor(batch.completions.lists())
+            model(ids, labels=ids).loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            worst.append(batchkv.mismatch(model, batch, max_rows=2).max_abs)
+    assert max(worst) < 1e-4
+
+
+def test_processes_of_data_parallel_are_seen_through_and_shards_refused(tmp_path: Path) -> None:
+    """There is one process, but what wraps the policy is real."""
+    torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path / 'store'}", rank=0, world_size=1)
+    try:
+        model = FAMILIES["llama"]()
+        expected = samples(rollout(model, prompts(2), n=2, **SMALL))
+        wrapped = nn.parallel.DistributedDataParallel(model)
+        assert_same(samples(rollout(wrapped, prompts(2), n=2, **SMALL)), expected)
+        sharded = FAMILIES["llama"]()
+        torch.distributed.fsdp.fully_shard(sharded, mesh=torch.distributed.device_mesh.init_device_mesh("cpu", (1,)))
+        with pytest.raises(UserError, match=r"FSDP2.*full state dict"):
+            rollout(sharded, prompts(2), n=2, **SMALL)
+    finally:
+        torch.distributed.destroy_process_group()

@@ -101,9 +101,10 @@ class TestTurns:
             said.append(turn.text)
             return [" and you", [{"role": "user", "content": "again"}], None][turn.number]
 
-        options: dict[str, Any] = {"n": 2, "tokenizer": tokenizer, "stop_token_ids": ENDS, **SMALL, "max_tokens": 60}
+        options: dict[str, Any] = {"n": 6, "tokenizer": tokenizer, "stop_token_ids": ENDS, **SMALL, "max_tokens": 60}
         batch = rollout(model, [chat], environment=environment, **options)
-        ids, mask = cells(batch, "token_ids")[0], cells(batch, "env_mask")[0]
+        row = int(np.argmax([mask.count(0) for mask in cells(batch, "env_mask")]))
+        ids, mask = cells(batch, "token_ids")[row], cells(batch, "env_mask")[row]
         reply = "".join(tokenizer.decode([token]) for token, is_models in zip(ids, mask, strict=True) if not is_models)
         assert reply.startswith(" and you")
         assert "user\nagain" in reply
@@ -145,7 +146,7 @@ class TestTurns:
         ):
             assert 30 + len(ids) <= 512
             assert mask[-1] == 1
-            assert reason == "length"
+            assert reason == ("stop" if ids[-1] in ENDS else "length")
 
 
 class TestForks:
@@ -159,8 +160,28 @@ class TestForks:
         assert len({tuple(ids) for ids in rows[:4]}) == 4
         assert cells(batch, "forked_from") == [1, 1, 1, 1, -1, -1]
         assert cells(batch, "forked_at") == [5, 5, 5, 5, 0, 0]
-        assert cells(batch, "row") == [1, 1, 1, 1, 0, 0] or cells(batch, "row")[:4] == [1] * 4
+        assert cells(batch, "row") == [1, 1, 1, 1, 3, 3]  # that of a new prompt is no branch's
         assert_own_logprobs(model, batch)
+
+    def test_the_same_fork_twice_has_other_samples(self) -> None:
+        model = FAMILIES["llama"]()
+        first = rollout(model, prompts(1), n=2, **SMALL)
+        batch = rollout(model, [first.fork(0, 2, 2), first.fork(0, 2, 2)], **SMALL)
+        deeper = rollout(model, [batch.fork(0, 4, 2), batch.fork(2, 4, 2), first.fork(0, 4, 2)], **SMALL)
+        assert len({tuple(ids) for ids in cells(batch, "token_ids")}) == 4
+        assert len({tuple(ids[4:]) for ids in cells(deeper, "token_ids")}) == 6
+
+    def test_prompts_that_are_found_in_the_cache_are_counted_for_forks_too(self) -> None:
+        batch = rollout(
+            FAMILIES["llama"](), prompts(1), n=2, branching=lambda one: [(3, 1)] * (one.forked_from < 0), **SMALL
+        )
+        assert cells(batch, "num_cached_tokens") == [0, 30, 30, 30]
+
+    @pytest.mark.parametrize(("sample", "n"), [(2, 1), (-1, 1), (0, 0)])
+    def test_there_have_to_be_samples(self, sample: int, n: int) -> None:
+        batch = rollout(FAMILIES["llama"](), prompts(1), n=2, **SMALL)
+        with pytest.raises(ValueError, match=f"{'n 0' if n == 0 else f'sample {sample}'} must be"):
+            batch.fork(sample, 1, n)
 
     def test_a_fork_at_the_first_token_is_another_sample(self) -> None:
         model = FAMILIES["llama"]()
@@ -321,6 +342,14 @@ class TestUnfinished:
         assert cells(again, "token_ids") == cells(first, "token_ids")
         assert cells(again, "finish_reason") == ["length"] * 2
 
+    def test_a_turn_that_ended_is_not_gone_on_with_where_there_was_no_room_for_a_reply(self) -> None:
+        batch = rollout(
+            FAMILIES["llama"](), prompts(2), n=4, stop_token_ids=ENDS, environment=lambda turn: [50] * 490, **SMALL
+        )
+        ended = [reason for reason in cells(batch, "finish_reason") if reason == "stop"]
+        assert ended
+        assert len(batch.unfinished()) == 8 - len(ended)
+
 
 class TestTree:
     def test_what_samples_share_stands_there_once(self) -> None:
@@ -425,6 +454,19 @@ class TestEnough:
         rest = rollout(model, batch.unfinished(), stop_token_ids=ENDS, seed=3, max_tokens=60, step=1)
         assert "abort" not in cells(rest, "finish_reason")
         assert_own_logprobs(model, rest)
+
+    def test_a_prompt_that_has_enough_grows_no_forks(self) -> None:
+        asked: list[str | None] = []
+
+        def branching(trajectory: Trajectory) -> list[tuple[int, int]]:
+            asked.append(trajectory.finish_reason)
+            return [(1, 1)]
+
+        batch = rollout(
+            FAMILIES["llama"](), prompts(2), n=2, oversample=6, branching=branching, stop_token_ids=ENDS, **SMALL
+        )
+        assert not asked
+        assert len(batch) == 16
 
     def test_a_hook_says_when_a_group_has_enough(self) -> None:
         model = FAMILIES["llama"]()
