@@ -277,12 +277,27 @@ def _check_schema(schema: pa.Schema, source: str) -> None:
                 f"{source}: column {shown(field.name)} is nested more than {MAX_JSON_DEPTH} levels deep: drop it, or "
                 "write it as JSON text"
             )
+        if (name := _twice_within(field.type)) is not None:
+            raise UserError(
+                f"{source}: objects in column {shown(field.name)} have two fields named {shown(name)}: rename one"
+            )
 
 
 def _is_nested_deeper(dtype: pa.DataType, levels: int) -> bool:
     if not dtype.num_fields:
         return False
     return levels == 0 or any(_is_nested_deeper(dtype.field(i).type, levels - 1) for i in range(dtype.num_fields))
+
+
+def _twice_within(dtype: pa.DataType) -> str | None:
+    """The name that several fields of a struct have, at any depth."""
+    fields = [dtype.field(i) for i in range(dtype.num_fields)]
+    if pa.types.is_struct(dtype):
+        counts = Counter(field.name for field in fields)
+        twice = next((name for name, count in counts.items() if count > 1), None)
+        if twice is not None:
+            return twice
+    return next((name for field in fields if (name := _twice_within(field.type)) is not None), None)
 
 
 @dataclass(frozen=True, slots=True)

@@ -266,6 +266,13 @@ class TestUnusableFiles:
         with pytest.raises(UserError, match="two columns named 'x'"):
             read_block(pa.table([[1], [2]], names=["x", "x"]))
 
+    def test_two_fields_of_one_name_are_unusable_at_any_depth(self) -> None:
+        twice = pa.StructArray.from_arrays([pa.array([1]), pa.array([2])], names=["y", "y"])
+        lists = pa.ListArray.from_arrays([0, 1], twice)
+        for column in (twice, lists):
+            with pytest.raises(UserError, match="column 'x' have two fields named 'y'"):
+                read_block(pa.table({"prompt": ["a"], "x": column}))
+
     @pytest.mark.parametrize("jobs", [[], [1], 5, pl.LazyFrame({"prompt": ["a"]})])
     def test_other_values_are_no_jobs(self, jobs: Any) -> None:
         with pytest.raises(UserError, match="must be a path"):
