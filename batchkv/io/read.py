@@ -268,7 +268,7 @@ def _with_distinct_names(table: pa.Table, source: str) -> pa.Table:
 
 
 def _check_schema(schema: pa.Schema, source: str) -> None:
-    twice = next((name for name, count in Counter(schema.names).items() if count > 1), None)
+    twice = _twice(schema.names)
     if twice is not None:
         raise UserError(f"{source} has two columns named {shown(twice)}: rename one of them")
     for field in schema:
@@ -292,12 +292,14 @@ def _is_nested_deeper(dtype: pa.DataType, levels: int) -> bool:
 def _twice_within(dtype: pa.DataType) -> str | None:
     """The name that several fields of a struct have, at any depth."""
     fields = [dtype.field(i) for i in range(dtype.num_fields)]
-    if pa.types.is_struct(dtype):
-        counts = Counter(field.name for field in fields)
-        twice = next((name for name, count in counts.items() if count > 1), None)
-        if twice is not None:
-            return twice
+    if pa.types.is_struct(dtype) and (twice := _twice(field.name for field in fields)) is not None:
+        return twice
     return next((name for field in fields if (name := _twice_within(field.type)) is not None), None)
+
+
+def _twice(names: Iterable[str]) -> str | None:
+    """The first name that is there more than once."""
+    return next((name for name, count in Counter(names).items() if count > 1), None)
 
 
 @dataclass(frozen=True, slots=True)
