@@ -119,8 +119,7 @@ class ConversationKV:
                 continue
             if not self._windowed:
                 tokens = one.token_ids[: wave.arena.lengths[sequences.row[one.sequence]]]
-                if (key := (group, tokens.tobytes())) not in prompts:
-                    prompts.add(key)
+                if _is_new(prompts, group, tokens):
                     self._kept.append(KeptSequence(self.cache.fork(handle, len(tokens)), tokens, group))
             self.cache.free(handle)
 
@@ -145,11 +144,9 @@ class ConversationKV:
                 continue
             prompt = whole.arena.row(request)
             tokens = prompt if generated is None else np.concatenate([prompt, generated])[:-1]
-            if generated is None:
-                if (key := (int(whole.group[request]), prompt.tobytes())) in prompts:
-                    continue
-                prompts.add(key)
-            self._expected.append(KeptSequence(len(self._expected), tokens.copy(), int(whole.group[request])))
+            group = int(whole.group[request])
+            if generated is not None or _is_new(prompts, group, tokens):
+                self._expected.append(KeptSequence(len(self._expected), tokens.copy(), group))
 
     def _of(self, whole: Wave, output: int, outputs: Callable[[int, int], TokenIds | None]) -> TokenIds | None:
         """The tokens of an output, if it is continued."""
@@ -177,3 +174,11 @@ class ConversationKV:
 def _keys(kept: Sequence[KeptSequence]) -> set[tuple[int, bytes]]:
     """What is kept, by its tokens: a prompt is kept once, however many samples it has."""
     return {(one.group, one.token_ids.tobytes()) for one in kept}
+
+
+def _is_new(prompts: set[tuple[int, bytes]], group: int, tokens: TokenIds) -> bool:
+    """Whether a prompt is not among those that are kept; it is, from now on."""
+    key = (group, tokens.tobytes())
+    is_new = key not in prompts
+    prompts.add(key)
+    return is_new

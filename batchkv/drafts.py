@@ -33,29 +33,58 @@ _MULTIPLIER = np.uint64(0x9FB21C651E98DF25)  # odd, its bits are well mixed
 
 
 @dataclass(frozen=True, eq=False)
-class Drafts:
-    """Earlier completions for each sequence of a plan.
+class References:
+    """Earlier completions. What is found out about them is found out once.
 
     Attributes:
-        references: lists of completions, each its token ids (integers), usually one list per prompt.
-        of_sequence: int64 [sequences], which of the lists each sequence has; -1 where it has none.
+        lists: of completions, each its token ids (integers), usually one list per prompt.
 
     Raises:
-        ValueError: a token id is negative, or there is no such list.
+        ValueError: a token id is negative.
     """
 
-    references: tuple[tuple[npt.NDArray[np.integer[Any]], ...], ...]
-    of_sequence: Int64Array
+    lists: tuple[tuple[npt.NDArray[np.integer[Any]], ...], ...]
 
     def __post_init__(self) -> None:
         lowest = min((int(tokens.min(initial=0)) for tokens in self._all()), default=0)
         if lowest < 0:
             raise ValueError(f"token id {lowest} in a reference completion is negative: leave out what fills it up")
-        outside = (self.of_sequence < _NONE) | (self.of_sequence >= len(self.references))
+
+    @cached_property
+    def highest_token(self) -> int:
+        """The highest token id in them; -1 without any."""
+        return max((int(tokens.max(initial=_NONE)) for tokens in self._all()), default=_NONE)
+
+    @cached_property
+    def index(self) -> SuffixIndex:
+        """Made when it is first asked for."""
+        return SuffixIndex(self.lists)
+
+    def _all(self) -> list[npt.NDArray[np.integer[Any]]]:
+        return [tokens for completions in self.lists for tokens in completions]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Drafts:
+    """Earlier completions for each sequence of a plan.
+
+    Attributes:
+        references: lists of completions; several plans can have the same.
+        of_sequence: int64 [sequences], which of the lists each sequence has; -1 where it has none.
+
+    Raises:
+        ValueError: there is no such list.
+    """
+
+    references: References
+    of_sequence: Int64Array
+
+    def __post_init__(self) -> None:
+        outside = (self.of_sequence < _NONE) | (self.of_sequence >= len(self.references.lists))
         if outside.any():
             raise ValueError(
                 f"sequence {int(np.flatnonzero(outside)[0])} has list {int(self.of_sequence[outside][0])} of "
-                f"{len(self.references)} lists of reference completions: number them from 0, -1 is none"
+                f"{len(self.references.lists)} lists of reference completions: number them from 0, -1 is none"
             )
 
     @classmethod
@@ -65,28 +94,10 @@ class Drafts:
         """Where there is a list, which may be empty, for each request of a wave (`SequenceTable.row`).
 
         Raises:
-            ValueError: there are more requests than lists; see also the class.
+            ValueError: there are more requests than lists, or a token id is negative.
         """
-        return cls(tuple(tuple(completions) for completions in references), sequences.row.astype(np.int64))
-
-    def for_sequences(self, of_sequence: Int64Array) -> Drafts:
-        """The same completions for other sequences; the index is made once for all."""
-        others = Drafts(self.references, of_sequence)
-        others.__dict__["index"] = self.index
-        return others
-
-    @property
-    def highest_token(self) -> int:
-        """The highest token id in them; -1 without any."""
-        return max((int(tokens.max(initial=_NONE)) for tokens in self._all()), default=_NONE)
-
-    @cached_property
-    def index(self) -> SuffixIndex:
-        """Made when it is first asked for."""
-        return SuffixIndex(self.references)
-
-    def _all(self) -> list[npt.NDArray[np.integer[Any]]]:
-        return [tokens for completions in self.references for tokens in completions]
+        lists = tuple(tuple(completions) for completions in references)
+        return cls(References(lists), sequences.row.astype(np.int64))
 
 
 class SuffixIndex:

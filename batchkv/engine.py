@@ -346,10 +346,10 @@ class Engine:
             UserError: the device is out of memory.
             ValueError: drafts are of other sequences, or of tokens that the model does not have.
         """
-        drafts = options.drafts
-        if drafts is not None and drafts.highest_token >= self._facts.vocab_size:
+        highest = options.drafts.references.highest_token if options.drafts is not None else -1
+        if highest >= self._facts.vocab_size:
             raise ValueError(
-                f"token id {drafts.highest_token} in a reference completion: the model has {self._facts.vocab_size} "
+                f"token id {highest} in a reference completion: the model has {self._facts.vocab_size} "
                 "tokens, take completions of the same tokenizer"
             )
         with _launching_on(self.device), paged_attention_of(self.model):

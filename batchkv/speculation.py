@@ -51,7 +51,7 @@ class Speculation:
                 f"drafts are for {len(drafts.of_sequence)} sequences, the plan has {len(may_have)}: "
                 "make them from the plan's own table"
             )
-        self._index, self._generated = drafts.index, generated
+        self._index, self._generated = drafts.references.index, generated
         self._list = np.where(may_have, drafts.of_sequence, -1)
         self._seen, self._right = (np.zeros(LONGEST_SUFFIX + 1) for _ in range(2))  # by length of the suffix
         self._own_seen, self._own_right = (np.zeros(len(may_have)) for _ in range(2))

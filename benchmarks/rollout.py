@@ -88,10 +88,7 @@ def our_tokens(model: PreTrainedModel, prompts: list[list[int]], size: Size, ste
 
 
 def seconds_of(run: Callable[[], int], expected: int) -> float:
-    gc.collect()
-    started = perf_counter()
-    found = run()
-    seconds = perf_counter() - started
+    seconds, found = _timed(run)
     if found != expected:
         raise RuntimeError(f"{found} tokens were generated, {expected} were asked for: the runs cannot be compared")
     return seconds

@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from batchkv.conversation_kv import ConversationKV
-from batchkv.drafts import Drafts
+from batchkv.drafts import Drafts, References
 from batchkv.engine import Engine
 from batchkv.errors import RowError, UserError
 from batchkv.executor import DEFAULTS, OnEnded, RunOptions
@@ -33,18 +33,17 @@ class Earlier:
     """Completions of an earlier rollout, found by their prompts.
 
     Attributes:
-        drafts: a list of completions for each distinct prompt.
+        references: a list of completions for each distinct prompt.
         numbers: which list, by the bytes of a prompt's int32 token ids.
     """
 
-    drafts: Drafts
+    references: References
     numbers: Mapping[bytes, int]
 
     @classmethod
     def of(cls, completions: Mapping[bytes, Sequence[TokenIds]]) -> Earlier:
         lists = tuple(tuple(some) for some in completions.values())
-        nobody = np.empty(0, np.int64)
-        return cls(Drafts(lists, nobody), {prompt: number for number, prompt in enumerate(completions)})
+        return cls(References(lists), {prompt: number for number, prompt in enumerate(completions)})
 
     def number(self, prompt: TokenIds) -> int:
         """-1 if the prompt was not among those."""
@@ -129,7 +128,7 @@ def _drafts(branches: Sequence[Branch], prepared: PreparedWave, draw: Draw) -> D
         return None
     prompts = [branches[number].trunk.prompt_token_ids for number in prepared.wave.row.tolist()]
     lists = np.array([draw.earlier.number(prompt) for prompt in prompts], np.int64)
-    return draw.earlier.drafts.for_sequences(lists[prepared.plan.sequences.row])
+    return Drafts(draw.earlier.references, lists[prepared.plan.sequences.row])
 
 
 def check_recorded(branches: Sequence[Branch]) -> None:

@@ -141,7 +141,7 @@ class _Sample:
 def _samples(batch: RolloutBatch, rows: Sequence[int]) -> Iterator[_Sample]:
     columns = (batch.prompts, batch.completions, batch.logprobs, batch.env_mask)
     for row in rows:
-        yield _Sample(row, *(lists.values[lists.offsets[row] : lists.offsets[row + 1]] for lists in columns))
+        yield _Sample(row, *(lists.row(row) for lists in columns))
 
 
 def _differences(model: PreTrainedModel, sample: _Sample, temperature: float) -> _Differences:

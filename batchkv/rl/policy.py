@@ -11,6 +11,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
+from batchkv.engine import Engine
 from batchkv.errors import UserError
 
 _GATHER = (
@@ -18,6 +19,15 @@ _GATHER = (
     "with full_state_dict=True), and run the rollout on that"
 )
 _WRAPPERS = ("module", "_orig_mod", "pretrained_model")  # of DataParallel and DDP, torch.compile, TRL's value heads
+
+
+def engine_of(policy: nn.Module | Engine, tokenizer: Any, config: dict[str, Any]) -> Engine:
+    """One for a policy, in place; what is an engine already has its tokenizer and config.
+
+    Raises:
+        UserError: the policy cannot be run in place.
+    """
+    return policy if isinstance(policy, Engine) else Engine(unwrap(policy), tokenizer, **config)
 
 
 def unwrap(policy: nn.Module) -> PreTrainedModel:

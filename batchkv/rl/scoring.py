@@ -13,13 +13,13 @@ from batchkv.executor import RunOptions
 from batchkv.metrics import RunMetrics
 from batchkv.preparation import prepare_wave
 from batchkv.rl.generation import execute_alone
-from batchkv.rl.policy import left_as_it_was, unwrap
+from batchkv.rl.policy import engine_of, left_as_it_was
 from batchkv.rl.ragged import Ragged
 from batchkv.rl.rollout_batch import RolloutBatch
 from batchkv.sampling_params import RowParams
 from batchkv.scoring import SCORING, split_last_tokens
 from batchkv.token_arena import TokenArena
-from batchkv.wave import Wave
+from batchkv.wave import Int64Array, Wave
 from batchkv.waves import NOTHING
 from batchkv.writer import Completion
 
@@ -40,14 +40,17 @@ def score(policy: nn.Module | Engine, batch: RolloutBatch, **config: Any) -> Rag
     Raises:
         UserError: the model cannot be run in place, a row is too long for it, or it gives no probabilities.
     """
-    engine = policy if isinstance(policy, Engine) else Engine(unwrap(policy), **config)
+    engine = engine_of(policy, None, config)
+    whole = batch.prompts.then(batch.completions)
+    arena = TokenArena(whole.values.astype(np.int32), whole.offsets, whole.lengths)
     values = np.zeros(len(batch.completions.values), np.float32)
     offsets, mask = batch.completions.offsets, batch.env_mask.values
     rows = np.flatnonzero(batch.completions.lengths)
     found: dict[int, Completion | RowError] = {}
     if len(rows):
-        _check_tokens(batch, engine.prompt_limits.vocab_size)
-        prepared = prepare_wave(_wave_of(batch, rows), NOTHING, engine.layout, engine.limits())
+        _check_tokens(arena, engine.prompt_limits.vocab_size)
+        wave = _wave_of(arena.take(rows), batch.prompts.lengths[rows])
+        prepared = prepare_wave(wave, NOTHING, engine.layout, engine.limits())
         for request, error in prepared.errors.items():
             raise UserError(f"row {rows[request]}: {error.message}")
         with left_as_it_was(engine.model):
@@ -62,19 +65,13 @@ def score(policy: nn.Module | Engine, batch: RolloutBatch, **config: Any) -> Rag
     return Ragged(np.where(mask == 1, values, np.float32(0)), offsets)
 
 
-def _check_tokens(batch: RolloutBatch, vocab_size: int) -> None:
+def _check_tokens(arena: TokenArena, vocab_size: int) -> None:
     """Raises UserError if the model does not have a token."""
-    whole = batch.prompts.then(batch.completions)
-    if len(whole.values) and (highest := int(whole.values.max())) >= vocab_size:
-        row = int(whole.owners[int(whole.values.argmax())])
-        raise UserError(f"row {row} has token id {highest}, the model has {vocab_size}: take one of its tokenizer")
+    for row, token in zip(*arena.tokens_outside(vocab_size), strict=True):
+        raise UserError(f"row {row} has token id {token}, the model has {vocab_size}: take one of its tokenizer")
 
 
-def _wave_of(batch: RolloutBatch, rows: np.ndarray[Any, np.dtype[np.int64]]) -> Wave:
-    """A request to score for each row that has tokens."""
-    prompts, completions = batch.prompts, batch.completions
-    whole = prompts.then(completions)
-    tokens = whole.values.astype(np.int32)
-    arena = TokenArena.from_rows([tokens[whole.offsets[row] : whole.offsets[row + 1]] for row in rows.tolist()])
-    shorter, scored = split_last_tokens(arena, prompts.lengths[rows])
-    return Wave.of(shorter, RowParams.of([SCORING] * len(rows)), scored)
+def _wave_of(arena: TokenArena, score_from: Int64Array) -> Wave:
+    """A request to score for each row."""
+    shorter, scored = split_last_tokens(arena, score_from)
+    return Wave.of(shorter, RowParams.of([SCORING] * arena.num_rows), scored)

@@ -20,7 +20,7 @@ from batchkv.rl.branching import Branching, Forks
 from batchkv.rl.environment import Environment, Replies
 from batchkv.rl.generation import Draw, check_recorded, grow, with_room
 from batchkv.rl.groups import Enough, Groups
-from batchkv.rl.policy import adapters_of, left_as_it_was, unwrap
+from batchkv.rl.policy import adapters_of, engine_of, left_as_it_was
 from batchkv.rl.prompts import read_branches
 from batchkv.rl.rollout_batch import RolloutBatch
 from batchkv.rl.trajectory import Trajectory, as_table
@@ -48,7 +48,7 @@ class Session:
     ) -> None:
         if isinstance(policy, Engine) and (config or tokenizer is not None):
             raise UserError("the policy is an engine, which has its tokenizer and config: leave them out")
-        self.engine = policy if isinstance(policy, Engine) else _engine_of(policy, tokenizer, config)
+        self.engine = engine_of(policy, tokenizer, config)
         self.weight_version = weight_version
         self._kv: ConversationKV | None = None
         self._fingerprint: str | None = None
@@ -196,10 +196,6 @@ def rollout(
                 kv.release()
 
 
-def _engine_of(policy: nn.Module, tokenizer: Any, config: dict[str, Any]) -> Engine:
-    return Engine(unwrap(policy), tokenizer, **config)
-
-
 def new_kv(engine: Engine) -> ConversationKV:
     """A pool of all of the budget."""
     return ConversationKV(engine.layout, engine.limits(), engine.new_runner)
@@ -226,9 +222,9 @@ def roll_out(
             grown, plan = grow(engine, branches, draw, metrics, kv, None if replies else groups)
             totals = totals.plus(plan)
             ended = [sample for samples in grown for sample in samples]
-            branches, finished = replies.behind(ended, draw.weight_version) if replies else ([], ended)
+            branches, finished = [], ended
             if replies:
-                branches, finished = groups.closed(branches, finished)
+                branches, finished = groups.closed(*replies.behind(ended, draw.weight_version))
             branches += forks.of([one for one in finished if not groups.is_closed(one.prompt_index)])
             done += finished
     metrics.elapsed_s = perf_counter() - started

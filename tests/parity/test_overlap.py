@@ -26,6 +26,7 @@ from batchkv.transfers import HostCopies
 from batchkv.writer import summary_of
 from tests.tiny_models import FAMILIES, VOCAB_SIZE, tiny_tokenizer
 
+pytestmark = pytest.mark.usefixtures("checked_steps")
 END_TOKENS = list(range(5, VOCAB_SIZE, 9))  # a sample meets one of them after some ten tokens
 SAMPLED = SamplingParams(max_tokens=24, temperature=1.0, n=3, top_p=0.95)
 GREEDY = SamplingParams(max_tokens=24)
@@ -45,20 +46,6 @@ def jobs(count: int = 40) -> pa.Table:
     headers = [random.integers(0, VOCAB_SIZE, n).tolist() for n in (30, 18)]
     rows = [headers[i % 2] + random.integers(0, VOCAB_SIZE, int(random.integers(0, 9))).tolist() for i in range(count)]
     return pa.table({"id": list(range(count)), "prompt_token_ids": pa.array(rows, pa.list_(pa.int32()))})
-
-
-@pytest.fixture(autouse=True)
-def _checked_steps(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The KV cache is checked after every step."""
-    for name in ("schedule", "update"):
-        method = getattr(Scheduler, name)
-
-        def checked(self: Scheduler, *args: Any, method: Any = method) -> Any:
-            result = method(self, *args)
-            self._cache.check_integrity()
-            return result
-
-        monkeypatch.setattr(Scheduler, name, checked)
 
 
 @pytest.fixture

@@ -17,7 +17,7 @@ import pytest
 import torch
 from torch import nn
 
-from batchkv.drafts import Drafts
+from batchkv.drafts import Drafts, References
 from batchkv.engine import Engine
 from batchkv.errors import RowError
 from batchkv.executor import Kept, OnEnded, RunOptions
@@ -27,7 +27,6 @@ from batchkv.metrics import RunMetrics
 from batchkv.model_runner import ModelRunner
 from batchkv.preparation import PreparedWave
 from batchkv.sampling_params import SamplingParams
-from batchkv.scheduler import Scheduler
 from batchkv.token_arena import TokenArena
 from batchkv.wave import Wave
 from batchkv.writer import Completion, summary_of
@@ -86,17 +85,8 @@ class Recall:
 
 
 @pytest.fixture
-def recall(monkeypatch: pytest.MonkeyPatch) -> Recall:
+def recall(monkeypatch: pytest.MonkeyPatch, checked_steps: None) -> Recall:
     """It is in place; and the KV cache is checked after every step."""
-    for name in ("schedule", "update"):
-        method = getattr(Scheduler, name)
-
-        def checked(self: Scheduler, *args: Any, method: Any = method) -> Any:
-            result = method(self, *args)
-            self._cache.check_integrity()
-            return result
-
-        monkeypatch.setattr(Scheduler, name, checked)
     recall = Recall()
     recall.install(monkeypatch)
     return recall
@@ -286,8 +276,11 @@ def test_the_same_bits_where_rows_do_not_depend_on_others(recall: Recall) -> Non
 def test_drafts_of_other_sequences_or_tokens_are_refused() -> None:
     engine = engine_of("llama", overlap=False)
     for drafts, complaint in [
-        (Drafts((), np.full(3, -1)), "3 sequences, the plan has 2"),
-        (Drafts(((np.array([VOCAB_SIZE]),),), np.zeros(2, np.int64)), f"token id {VOCAB_SIZE} in a reference"),
+        (Drafts(References(()), np.full(3, -1)), "3 sequences, the plan has 2"),
+        (
+            Drafts(References(((np.array([VOCAB_SIZE]),),)), np.zeros(2, np.int64)),
+            f"token id {VOCAB_SIZE} in a reference",
+        ),
     ]:
         with pytest.raises(ValueError, match=complaint):
             _execute(engine, [[1, 2], [3]], drafts)

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from batchkv.drafts import Drafts
+from batchkv.drafts import Drafts, References
 from batchkv.sequence import GeneratedTokens
 from batchkv.speculation import FIXED_TOKENS, MOST_DRAFTED, Speculation, worthwhile
 from batchkv.step import Drafted
@@ -50,7 +50,7 @@ class Rows:
         self.completions = [np.arange(length) + 1_000 * i for i in range(count)]
         self.generated = GeneratedTokens(count)
         self.numbers = np.arange(count)
-        drafts = Drafts(tuple((tokens,) for tokens in self.completions), np.arange(count))
+        drafts = Drafts(References(tuple((tokens,) for tokens in self.completions)), np.arange(count))
         self.speculation = Speculation(drafts, self.generated, np.ones(count, bool))
         self.append(np.array([tokens[0] for tokens in self.completions]))
 
@@ -99,14 +99,14 @@ def test_the_last_token_of_a_completion_is_not_drafted() -> None:
 def test_there_is_nothing_to_draft_from() -> None:
     rows = Rows(2)
     for references in ((), ((),), ((np.zeros(0, np.int32),),)):
-        drafts = Drafts(references, np.full(2, len(references) - 1))
+        drafts = Drafts(References(references), np.full(2, len(references) - 1))
         speculation = Speculation(drafts, rows.generated, np.ones(2, bool))
         assert speculation.propose(rows.numbers, np.full(2, 9), 2, 9) is None
 
 
 def test_who_may_have_none_and_who_has_no_list() -> None:
     rows = Rows(3)
-    drafts = Drafts(tuple((tokens,) for tokens in rows.completions), np.array([0, 1, -1]))
+    drafts = Drafts(References(tuple((tokens,) for tokens in rows.completions)), np.array([0, 1, -1]))
     speculation = Speculation(drafts, rows.generated, np.array([True, False, True]))
     drafted = speculation.propose(rows.numbers, np.full(3, 100), 3, 1_000)
     assert drafted is not None
@@ -168,7 +168,7 @@ def test_the_host_waits_while_drafts_give_something() -> None:
 
 def test_nobody_waits_for_sequences_without_drafts() -> None:
     rows = Rows(2)
-    drafts = Drafts(tuple((tokens,) for tokens in rows.completions), np.array([0, -1]))
+    drafts = Drafts(References(tuple((tokens,) for tokens in rows.completions)), np.array([0, -1]))
     speculation = Speculation(drafts, rows.generated, np.ones(2, bool))
     assert speculation.is_worth_waiting(np.array([0, 1]))
     assert not speculation.is_worth_waiting(np.array([1]))

@@ -10,17 +10,17 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from batchkv.drafts import END, LONGEST_SUFFIX, START, Drafts, SuffixIndex
+from batchkv.drafts import END, LONGEST_SUFFIX, START, Drafts, References, SuffixIndex
 
 Tokens = tuple[int, ...]
-References = tuple[tuple[Tokens, ...], ...]
+Lists = tuple[tuple[Tokens, ...], ...]
 
 # few different tokens, so that suffixes occur often and are followed by several
 COMPLETION = st.lists(st.integers(0, 2), max_size=14).map(tuple)
 REFERENCES = st.lists(st.lists(COMPLETION, max_size=4).map(tuple), max_size=3).map(tuple)
 
 
-def index_of(references: References) -> SuffixIndex:
+def index_of(references: Lists) -> SuffixIndex:
     return SuffixIndex([[np.array(tokens, np.int32) for tokens in some] for some in references])
 
 
@@ -52,7 +52,7 @@ def longest_suffix(some: tuple[Tokens, ...], output: Tokens) -> Tokens:
 
 
 @given(REFERENCES, st.data())
-def test_the_longest_suffix_and_what_follows_it_most_often(references: References, data: st.DataObject) -> None:
+def test_the_longest_suffix_and_what_follows_it_most_often(references: Lists, data: st.DataObject) -> None:
     beginnings = [tokens[:n] for some in references for tokens in some for n in range(len(tokens) + 1)]
     output = st.one_of(COMPLETION, st.sampled_from(beginnings or [()]))
     outputs = data.draw(st.lists(output.filter(len), min_size=1, max_size=5))
@@ -122,12 +122,12 @@ def test_nothing_at_all() -> None:
         ((((3,),),), [-2], "sequence 0 has list -2"),
     ],
 )
-def test_what_makes_no_sense_is_refused(references: References, of_sequence: list[int], complaint: str) -> None:
+def test_what_makes_no_sense_is_refused(references: Lists, of_sequence: list[int], complaint: str) -> None:
     arrays = tuple(tuple(np.array(tokens) for tokens in some) for some in references)
     with pytest.raises(ValueError, match=complaint):
-        Drafts(arrays, np.array(of_sequence))
+        Drafts(References(arrays), np.array(of_sequence))
 
 
 def test_the_highest_token() -> None:
-    assert Drafts(((np.array([3, 9]), np.zeros(0, np.int32)), ()), np.zeros(1, np.int64)).highest_token == 9
-    assert Drafts((), np.full(1, -1)).highest_token == -1
+    assert References(((np.array([3, 9]), np.zeros(0, np.int32)), ())).highest_token == 9
+    assert References(()).highest_token == -1

@@ -18,7 +18,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from batchkv.drafts import Drafts
+from batchkv.drafts import Drafts, References
 from batchkv.job_plan import Plan
 from batchkv.kernels.shared_segments import find_shared_segments
 from batchkv.kv_layout import KVLayout, LayerSpec
@@ -289,7 +289,7 @@ class Driver:
             [_token(sequence, i if i not in wrong else MOST_NEW_TOKENS - 1) for i in range(12)]
             for sequence in range(len(self.plan.sequences))
         ]
-        drafts = Drafts(tuple((np.array(tokens),) for tokens in outputs), np.arange(len(outputs)))
+        drafts = Drafts(References(tuple((np.array(tokens),) for tokens in outputs)), np.arange(len(outputs)))
         return Speculation(drafts, self.generated, ~self.plan.sequences.is_scored)
 
     def _is_right(self, step: Step, place: int) -> bool:
