@@ -1,8 +1,10 @@
 """`python -m benchmarks.rollout`: rollouts on a live policy beside the two ways in which TRL generates on a CPU itself.
 
 All three are given the module of a real `GRPOTrainer` (it needs `batchkv[rl]`) and the same token ids: so many samples
-of each ticket of `data/`, all of the same length, as end tokens are switched off. A second table scores samples of one
-long prompt, as trainers do with a reference model, beside the padded forward pass. Runs are taken in turn.
+of each prompt, all of the same length, as end tokens are switched off. Prompts are the tickets of `data/`, end to end
+and cut into pieces of one length; none begins as another does, so nothing but the prompts themselves is shared. A
+second table scores samples of one long prompt, as trainers do with a reference model, beside the padded forward pass.
+Runs are taken in turn.
 """
 
 from __future__ import annotations
@@ -35,16 +37,27 @@ TEMPERATURE = 1.0
 
 @dataclass(frozen=True, slots=True)
 class Size:
-    """So many prompts, samples of each, tokens of each."""
+    """So many prompts of so many tokens, samples of each, tokens of each."""
 
     prompts: int
+    prompt_tokens: int
     samples: int
     tokens: int
 
+    def __str__(self) -> str:
+        return f"{self.prompts} of {self.prompt_tokens:,} × {self.samples} × {self.tokens}"
 
-def token_ids(tokenizer: PreTrainedTokenizerBase, prompts: int) -> list[list[int]]:
-    texts = pl.read_csv(TICKETS)["text"].to_list()[:prompts]
-    return [list(tokenizer(f"Ticket: {text}\nAnswer:")["input_ids"]) for text in texts]
+
+def prompts_of(tokenizer: PreTrainedTokenizerBase, size: Size) -> list[list[int]]:
+    """Token ids of prompts.
+
+    Raises:
+        ValueError: there are not enough tickets.
+    """
+    ids = tokenizer("\n".join(pl.read_csv(TICKETS)["text"]))["input_ids"]
+    if len(ids) < size.prompts * size.prompt_tokens:
+        raise ValueError(f"{size.prompts} prompts of {size.prompt_tokens} tokens: the tickets have only {len(ids)}")
+    return [ids[row * size.prompt_tokens :][: size.prompt_tokens] for row in range(size.prompts)]
 
 
 def trainer_of(model: PreTrainedModel, tokenizer: Any, size: Size, folder: str, *, continuous: bool) -> Any:
@@ -101,9 +114,10 @@ def ratios(ours: Callable[[int], int], theirs: Callable[[], int], tokens: int, t
 
 
 def compare_generation(model: PreTrainedModel, tokenizer: Any, size: Size, turns: int) -> None:
-    prompts = token_ids(tokenizer, size.prompts)
+    prompts = prompts_of(tokenizer, size)
     tokens = size.prompts * size.samples * size.tokens
-    print("| TRL generates by | tokens | s by batchkv | TRL's time / batchkv's |", "|---|---|---|---|", sep="\n")
+    print("| TRL generates by | prompts × samples × tokens | s by batchkv | TRL's time / batchkv's |")
+    print("|---|---|---|---|")
     for name, continuous in (("`generate`", False), ("continuous batching", True)):
         with tempfile.TemporaryDirectory() as folder:
             trainer = trainer_of(model, tokenizer, size, folder, continuous=continuous)
@@ -113,13 +127,13 @@ def compare_generation(model: PreTrainedModel, tokenizer: Any, size: Size, turns
                 tokens,
                 turns,
             )
-        print(f"| {name} | {tokens:,} | {seconds:.1f} | {_spread(found)} |", flush=True)
+        print(f"| {name} | {size} | {seconds:.1f} | {_spread(found)} |", flush=True)
 
 
-def compare_scoring(model: PreTrainedModel, size: Size, turns: int, prompt_tokens: int, batch_size: int) -> None:
+def compare_scoring(model: PreTrainedModel, size: Size, turns: int, batch_size: int) -> None:
     """Samples of one prompt each, under the model that drew them."""
     rng = np.random.default_rng(0)
-    prompts = rng.integers(0, model.config.vocab_size, (size.prompts, prompt_tokens)).tolist()
+    prompts = rng.integers(0, model.config.vocab_size, (size.prompts, size.prompt_tokens)).tolist()
     batch = rollout(model, prompts, size.samples, max_tokens=size.tokens)
     rows = [
         Row(tuple(prompt), tuple(ids))
@@ -132,12 +146,9 @@ def compare_scoring(model: PreTrainedModel, size: Size, turns: int, prompt_token
         found.append(other / own)
         seconds.append(own)
         difference = max(difference, float(np.abs(ours - theirs).max()))
-    print(
-        "| prompts × samples × tokens | prompt tokens | s by batchkv | padded forward's time / batchkv's | max Δlogp |"
-    )
-    print("|---|---|---|---|---|")
-    shape = f"{size.prompts} × {size.samples} × {size.tokens}"
-    print(f"| {shape} | {prompt_tokens:,} | {median(seconds):.1f} | {_spread(found)} | {difference:.1e} |", flush=True)
+    print("| scored: prompts × samples × tokens | s by batchkv | padded forward's time / batchkv's | max Δlogp |")
+    print("|---|---|---|---|")
+    print(f"| {size} | {median(seconds):.1f} | {_spread(found)} | {difference:.1e} |", flush=True)
 
 
 def _scored(model: PreTrainedModel, batch: RolloutBatch) -> Any:
@@ -156,10 +167,11 @@ def _spread(found: list[float]) -> str:
 
 
 def main(
-    prompts: Annotated[int, typer.Option(help="Tickets.")] = 16,
+    prompts: Annotated[int, typer.Option(help="Prompts that are sampled from.")] = 16,
+    prompt_tokens: Annotated[int, typer.Option(help="Of each of them.")] = 128,
     n: Annotated[int, typer.Option(help="Samples of each.")] = 16,
     max_tokens: Annotated[int, typer.Option(help="Of each sample.")] = 64,
-    prompt_tokens: Annotated[int, typer.Option(help="Of the prompt whose samples are scored.")] = 1024,
+    scored_prompt_tokens: Annotated[int, typer.Option(help="Of the one prompt whose samples are scored.")] = 1024,
     scored_tokens: Annotated[int, typer.Option(help="Of each sample that is scored.")] = 32,
     batch_size: Annotated[int, typer.Option(help="Rows of the padded forward pass.")] = 4,
     turns: Annotated[int, typer.Option(help="Runs of each kind, in turn.")] = 3,
@@ -170,8 +182,8 @@ def main(
     policy = load_model(source, "float32", torch.device("cpu"))
     policy.generation_config.eos_token_id = policy.config.eos_token_id = None
     print(f"{describe()}, {torch.get_num_threads()} threads, load {load_average():.1f}", flush=True)
-    compare_scoring(policy, Size(1, n, scored_tokens), turns, prompt_tokens, batch_size)
-    compare_generation(policy, load_tokenizer(source), Size(prompts, n, max_tokens), turns)
+    compare_scoring(policy, Size(1, scored_prompt_tokens, n, scored_tokens), turns, batch_size)
+    compare_generation(policy, load_tokenizer(source), Size(prompts, prompt_tokens, n, max_tokens), turns)
 
 
 if __name__ == "__main__":
