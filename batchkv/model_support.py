@@ -253,7 +253,9 @@ def tiny_model(
 
     auto_class: Any = model_class or _causal_lm_class(config)
     try:
-        model: PreTrainedModel = auto_class._from_config(config, dtype=torch.float32, attn_implementation="eager")
+        # whatever the process has set: the draws of the caller, and the device of new tensors, stay as they are
+        with torch.random.fork_rng(devices=[]), torch.device("cpu"):
+            model: PreTrainedModel = auto_class._from_config(config, dtype=torch.float32, attn_implementation="eager")
     except Exception as error:  # a config that does not fit its class fails in any way
         raise UserError(
             f"model type {config.model_type!r} cannot be checked, as a small copy of it cannot be built "
@@ -271,7 +273,7 @@ def _randomize(name: str, parameter: torch.Tensor, generator: torch.Generator) -
     """Draw `parameter` anew; the weights of norms are only shaken: their neutral value is 0 or 1."""
     import torch
 
-    noise = torch.randn(parameter.shape, generator=generator)
+    noise = torch.randn(parameter.shape, generator=generator, dtype=torch.float32, device="cpu")
     if "norm" in name:
         parameter.add_(0.1 * noise)
     elif parameter.dim() < 2:

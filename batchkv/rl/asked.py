@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+import difflib
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass, fields
+from numbers import Integral, Real
+from typing import Any
 
+from batchkv.config import EngineConfig
 from batchkv.rl.branching import Branching
 from batchkv.rl.environment import Environment
 from batchkv.rl.generation import Draw, Earlier
@@ -12,13 +16,29 @@ from batchkv.rl.groups import Enough, at_least
 from batchkv.rl.rollout_batch import RolloutBatch
 from batchkv.sampling_params import SamplingParams
 
+_LEAST = {"n": 1, "max_tokens": 1, "max_turns": 1, "oversample": 0, "step": 0}
+_INTEGERS = (*_LEAST, "top_k", "seed")
+_NUMBERS = ("temperature", "top_p", "min_p")
+_INTEGER_LISTS = ("stop_token_ids", "rows")
+_FUNCTIONS = ("environment", "branching", "enough")
+
+# What others call the parameters.
+_ELSEWHERE = {
+    "eos_token_id": "stop_token_ids",
+    "max_completion_length": "max_tokens",
+    "max_new_tokens": "max_tokens",
+    "num_generations": "n",
+    "num_return_sequences": "n",
+    "stop": "stop_token_ids",
+}
+
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Asked:
     """Fields as the arguments of `batchkv.rollout`.
 
     Raises:
-        ValueError: one is out of range.
+        ValueError: one is out of range, or of another type.
     """
 
     n: int = 16
@@ -40,9 +60,35 @@ class Asked:
     earlier: RolloutBatch | None = None
 
     def __post_init__(self) -> None:
-        for name, least in (("n", 1), ("max_turns", 1), ("oversample", 0)):
-            if (value := getattr(self, name)) < least:
-                raise ValueError(f"{name} {value} must be at least {least}")
+        self._make_plain()
+        for name in _NUMBERS:
+            self._require(name, isinstance(getattr(self, name), Real), "a number")
+        for name in _FUNCTIONS:
+            self._require(name, getattr(self, name) is None or callable(getattr(self, name)), "a function, or None")
+        self._require(
+            "earlier", self.earlier is None or isinstance(self.earlier, RolloutBatch), "a RolloutBatch, or None"
+        )
+        for name, least in _LEAST.items():
+            self._require(name, getattr(self, name) >= least, f"at least {least}")
+        self._require("seed", -(1 << 63) <= self.seed < 1 << 64, "a 64-bit integer")
+        self._require("rows", all(0 <= row < 1 << 63 for row in self.rows or ()), "integers of 63 bits, from 0")
+        object.__setattr__(self, "seed", self.seed % (1 << 64))  # as the batch has it
+
+    def _make_plain(self) -> None:
+        """Numbers of numpy, arrays and tensors become Python's own."""
+        for name in _INTEGERS:
+            self._require(name, _is_integer(getattr(self, name)), "an integer")
+            object.__setattr__(self, name, int(getattr(self, name)))
+        for name in _INTEGER_LISTS:
+            if (values := getattr(self, name)) is not None:
+                self._require(name, _are_integers(values), "integers, or None")
+                object.__setattr__(self, name, tuple(map(int, values)))
+
+    def _require(self, name: str, holds: bool, wanted: str) -> None:
+        if not holds:
+            value = getattr(self, name)
+            shown = repr(value) if isinstance(value, (str, Real)) else f"a {type(value).__name__}"
+            raise ValueError(f"{name} is {shown}, must be {wanted}")
 
     @property
     def goes_on(self) -> bool:
@@ -67,3 +113,37 @@ class Asked:
         )
         earlier = None if self.earlier is None else Earlier.of(self.earlier.completions_by_prompt())
         return Draw(params, self.step, weight_version, self.goes_on, self.record_sampling, earlier)
+
+
+ASKED = tuple(field.name for field in fields(Asked))
+OF_ENGINES = tuple(field.name for field in fields(EngineConfig))
+
+
+def check_names(given: Iterable[str], known: Collection[str], of: str) -> None:
+    """Raises TypeError if an argument has a name that is not known, and says which one may be meant.
+
+    Args:
+        given: the names of arguments.
+        known: names that there are.
+        of: what has them.
+    """
+    for name in given:
+        if name not in known:
+            meant = [_ELSEWHERE[name]] if name in _ELSEWHERE else difflib.get_close_matches(name, known, 1)
+            hint = f"is {meant[0]!r} meant?" if meant else f"there are {', '.join(known)}"
+            raise TypeError(f"{of} has no parameter {name!r}: {hint}")
+
+
+def check_config(config: Iterable[str], of: str = "rollout") -> None:
+    """Raises TypeError if an argument is neither one of a rollout nor a field of `EngineConfig`."""
+    check_names((name for name in config if name not in OF_ENGINES), ASKED, of)
+
+
+def _is_integer(value: Any) -> bool:
+    return isinstance(value, Integral) and not isinstance(value, bool)
+
+
+def _are_integers(values: Any) -> bool:
+    """Of lists and their like, arrays and tensors."""
+    listed = values.tolist() if hasattr(values, "tolist") else values
+    return isinstance(listed, Collection) and all(map(_is_integer, listed))

@@ -4,16 +4,17 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
-from typing import TypeAlias
+from numbers import Integral
+from typing import Any, TypeAlias
 
 from batchkv.rl.trajectory import Branch, Trajectory
 
 # Called for every sample that is done, forks too: (token, samples) pairs, so many new ones from before that token on.
-Branching: TypeAlias = Callable[[Trajectory], Iterable[tuple[int, int]]]
+Branching: TypeAlias = Callable[[Trajectory], Iterable[tuple[int, int]] | None]
 
 
 class Forks:
-    """Numbers the new samples of each prompt behind those that it has.
+    """Numbers the new samples of each row behind those that it has: random numbers go by row and sample.
 
     Args:
         branching: says where to fork; what it returns for forks ends the tree.
@@ -24,25 +25,35 @@ class Forks:
         self._branching = branching
         self._next: defaultdict[int, int] = defaultdict(int)
         for branch in branches:
-            number = branch.trunk.prompt_index
-            self._next[number] = max(self._next[number], max(branch.samples) + 1)
+            row = branch.trunk.row
+            self._next[row] = max(self._next[row], max(branch.samples) + 1)
 
     def of(self, done: Sequence[Trajectory]) -> list[Branch]:
         """Where new samples begin.
 
         Raises:
-            ValueError: a sample cannot be forked there.
+            ValueError: a sample cannot be forked there, or what was returned is no pairs.
         """
         if self._branching is None:
             return []
         return [
             self._fork(trajectory, at_token, n)
             for trajectory in done
-            for at_token, n in self._branching(trajectory)
-            if n > 0
+            for at_token, n in _pairs(self._branching(trajectory))
         ]
 
     def _fork(self, trajectory: Trajectory, at_token: int, n: int) -> Branch:
-        first = self._next[trajectory.prompt_index]
-        self._next[trajectory.prompt_index] += n
+        first = self._next[trajectory.row]
+        self._next[trajectory.row] += n
         return trajectory.fork(at_token, range(first, first + n))
+
+
+def _pairs(returned: Any) -> list[tuple[int, int]]:
+    """Raises ValueError if it is something else."""
+    pairs = list(returned) if isinstance(returned, Iterable) else ([] if returned is None else [returned])
+    for pair in pairs:
+        if not (isinstance(pair, (tuple, list)) and len(pair) == 2 and all(isinstance(one, Integral) for one in pair)):
+            raise ValueError(f"branching returned {pair!r}, must return (token, samples) pairs, or None")
+        if pair[1] < 1:
+            raise ValueError(f"branching returned {pair!r}: samples must be at least 1")
+    return pairs

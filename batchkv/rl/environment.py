@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from numbers import Integral
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -61,7 +62,8 @@ class Replies:
         self._turns = TurnTokenizer(engine.tokenizer) if engine.tokenizer is not None else None
 
     def behind(self, ended: Sequence[Trajectory], version: int) -> tuple[list[Branch], list[Trajectory]]:
-        """The samples that go on, with the reply behind them, and those that are done, as there is no reply or no room.
+        """The samples that go on, with the reply behind them, and those that are done: there is no reply, or the
+        context ends with it; then what has room of it is there.
 
         Args:
             ended: the samples, after a turn.
@@ -75,8 +77,10 @@ class Replies:
         for trajectory, text in zip(ended, texts, strict=True):
             reply = self._asked(trajectory, text)
             longer = trajectory.with_reply(self._token_ids(reply, trajectory), version) if reply is not None else None
-            if longer is None or self._is_too_long(longer):
+            if longer is None:
                 done.append(trajectory)
+            elif (room := self._room(trajectory)) is not None and len(longer) >= room:
+                done.append(replace(longer.first(room), finish_reason="length"))
             else:
                 going.append(Branch(longer, (trajectory.sample_index,)))
         return going, done
@@ -86,23 +90,24 @@ class Replies:
             return None
         return self._environment(Turn(trajectory, text))
 
-    def _is_too_long(self, trajectory: Trajectory) -> bool:
-        """Whether nothing can be generated behind it."""
+    def _room(self, trajectory: Trajectory) -> int | None:
+        """How many tokens can be behind its prompt; None if any number."""
         longest = self._limits.context_length
-        return longest is not None and len(trajectory.all_token_ids) >= longest
+        return None if longest is None else longest - len(trajectory.prompt_token_ids)
 
     def _token_ids(self, reply: Any, trajectory: Trajectory) -> TokenIds:
         where = f"the environment's reply to sample {trajectory.sample_index} of prompt {trajectory.prompt_index}"
-        if not isinstance(reply, (str, list, tuple, np.ndarray)):
+        reply = reply.tolist() if hasattr(reply, "tolist") else reply  # arrays and tensors
+        if not isinstance(reply, (str, list, tuple)):
             raise UserError(f"{where} is {type(reply).__name__}, must be text, messages, token ids or None")
         if not len(reply):
             raise UserError(f"{where} is empty: return None where the sample is done")
         if isinstance(reply, str) or isinstance(reply[0], dict):
             return self._tokenized(reply, trajectory, where)
-        ids = np.asarray(reply)
-        if ids.ndim != 1 or ids.dtype.kind not in "iu" or not (ids.min() >= 0 and ids.max() < self._limits.vocab_size):
-            raise UserError(f"{where} must be token ids from 0 to {self._limits.vocab_size - 1}")
-        return ids.astype(np.int32)
+        most = self._limits.vocab_size
+        if not all(isinstance(one, Integral) and 0 <= int(one) < most for one in reply):
+            raise UserError(f"{where} must be token ids from 0 to {most - 1}")
+        return np.array(reply, np.int32)
 
     def _tokenized(self, reply: Any, trajectory: Trajectory, where: str) -> TokenIds:
         if self._turns is None:

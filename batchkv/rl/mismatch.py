@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -15,8 +16,11 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from batchkv.rl.policy import unwrap
+from batchkv.engine import Engine
+from batchkv.errors import UserError
+from batchkv.rl.policy import unwrap, whose_forward_trainers_call
 from batchkv.rl.rollout_batch import RolloutBatch
+from batchkv.rl.scoring import check_tokens, token_arena
 
 Array = npt.NDArray[Any]
 
@@ -71,7 +75,7 @@ class Mismatch:
 
 
 def mismatch(
-    policy: nn.Module,
+    policy: nn.Module | Engine,
     batch: RolloutBatch,
     *,
     rows: Sequence[int] | None = None,
@@ -85,23 +89,28 @@ def mismatch(
     not compared. It is to be called before the weights change: samples of earlier weights differ by more than rounding.
 
     Args:
-        policy: a transformers model or a wrapper of one, as in `rollout`. It is left as it was, also after an error.
+        policy: as in `rollout`. It is left as it was, also after an error.
         batch: of the rollout.
         rows: which rows of the batch; by default as many as `max_rows`, evenly over the batch.
         temperature: what logits are divided by; by default the batch's.
         max_rows: how many rows there are at most where `rows` does not name them; None for all.
 
     Raises:
-        UserError: the policy cannot be run in place.
+        UserError: the policy cannot be run in place, or does not have a token of the batch.
         ValueError: a row is not in the batch, there is nothing to compare, or a number is out of range.
     """
+    if not isinstance(batch, RolloutBatch):
+        raise UserError(f"what is to be compared is a {type(batch).__name__}, must be a RolloutBatch")
     temperature = batch.temperature if temperature is None else temperature
     if not (math.isfinite(temperature) and temperature > 0):
         raise ValueError(f"temperature {temperature} must be above 0; logprobs of greedy samples are at 1")
     chosen = _chosen(len(batch), rows, max_rows)
-    model = unwrap(policy)
-    with _evaluating(model):
-        differences = [_differences(model, sample, temperature) for sample in _samples(batch, chosen)]
+    inner = policy.model if isinstance(policy, Engine) else unwrap(policy)
+    outer = inner if isinstance(policy, Engine) else whose_forward_trainers_call(policy)
+    check_tokens(token_arena(batch), len(inner.get_input_embeddings().get_parameter("weight")))
+    logits_of = partial(_logits, outer, inner)
+    with _evaluating(outer):
+        differences = [_differences(logits_of, sample, temperature) for sample in _samples(batch, chosen)]
     return _summary(differences)
 
 
@@ -144,27 +153,33 @@ def _samples(batch: RolloutBatch, rows: Sequence[int]) -> Iterator[_Sample]:
         yield _Sample(row, *(lists.row(row) for lists in columns))
 
 
-def _differences(model: PreTrainedModel, sample: _Sample, temperature: float) -> _Differences:
+def _differences(logits_of: Callable[[_Sample], torch.Tensor], sample: _Sample, temperature: float) -> _Differences:
     positions = np.flatnonzero(sample.env_mask)
     if not len(positions):
         return _Differences(sample.row, positions, np.empty(0))
     if not len(sample.prompt):
         raise ValueError(f"row {sample.row}: its prompt is empty, so nothing says how likely its first token is")
-    logits_TV = _logits(model, sample)
+    logits_TV = logits_of(sample)
     places_M = torch.from_numpy(positions).to(logits_TV.device)
     targets_M = torch.from_numpy(sample.completion[positions].astype(np.int64)).to(logits_TV.device)
     theirs = _logprobs(logits_TV, places_M, targets_M, temperature).cpu().double().numpy()
     return _Differences(sample.row, positions, theirs - sample.logprobs[positions].astype(np.float64))
 
 
-def _logits(model: PreTrainedModel, sample: _Sample) -> torch.Tensor:
-    """[T, V], in the dtype of the model: what it expects where each token of the completion is."""
+def _logits(outer: nn.Module, inner: PreTrainedModel, sample: _Sample) -> torch.Tensor:
+    """[T, V], in the dtype of the model: what it expects where each token of the completion is.
+
+    Args:
+        outer: what is called: the model, or what wraps it.
+        inner: the model.
+        sample: one row.
+    """
     input_ids = torch.from_numpy(np.concatenate([sample.prompt, sample.completion]).astype(np.int64))
     count = len(sample.completion)
     arguments: dict[str, Any] = {"use_cache": False}
-    if "logits_to_keep" in inspect.signature(model.forward).parameters:
+    if "logits_to_keep" in inspect.signature(inner.forward).parameters:
         arguments["logits_to_keep"] = count + 1  # the last ones, so that none are computed for the prompt
-    logits: torch.Tensor = model(input_ids=input_ids[None].to(model.device), **arguments).logits[0]
+    logits: torch.Tensor = outer(input_ids=input_ids[None].to(inner.device), **arguments).logits[0]
     return logits[-count - 1 : -1]
 
 

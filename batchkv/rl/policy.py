@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -13,6 +13,7 @@ from transformers import PreTrainedModel
 
 from batchkv.engine import Engine
 from batchkv.errors import UserError
+from batchkv.model_runner import alone_with
 
 _GATHER = (
     "gather a full state dict into a module of its own (torch.distributed.checkpoint.state_dict.get_model_state_dict "
@@ -47,6 +48,20 @@ def unwrap(policy: nn.Module) -> PreTrainedModel:
     return model
 
 
+def whose_forward_trainers_call(policy: nn.Module) -> nn.Module:
+    """The transformers model, or the PEFT model around it: what wraps these passes calls on, as it is, or is not needed
+    where no gradients are.
+
+    Raises:
+        UserError: as of `unwrap`.
+    """
+    inner = unwrap(policy)
+    model: Any = policy
+    while model is not inner and not is_peft(model):
+        model = _inside(model)
+    return cast("nn.Module", model)
+
+
 def _inside(model: object) -> object:
     if is_peft(model):
         config = model.active_peft_config  # type: ignore[attr-defined]
@@ -55,11 +70,21 @@ def _inside(model: object) -> object:
                 f"the policy has a PEFT adapter of kind {config.peft_type.value}, which puts virtual tokens before "
                 "prompts: only adapters inside layers, such as LoRA, can be run in place"
             )
+        if getattr(config, "alora_invocation_tokens", None):
+            raise UserError(
+                "the policy has an activated LoRA adapter (alora_invocation_tokens), which is at work only behind "
+                "certain tokens: only adapters that are at work everywhere can be run in place"
+            )
         return model.get_base_model()  # type: ignore[attr-defined]
     for name in _WRAPPERS:
         inner = getattr(model, name, None)
         if isinstance(inner, nn.Module):
             return inner
+    if isinstance(model, str):
+        raise UserError(
+            f"the policy is the name {model!r}, must be a model: load it (AutoModelForCausalLM.from_pretrained), or "
+            "take batchkv.Engine, which loads names"
+        )
     kind = f"{type(model).__module__}.{type(model).__qualname__}"
     raise UserError(f"the policy is a {kind}, must be a transformers model or a wrapper of one: unwrap it")
 
@@ -102,8 +127,13 @@ def _check_parameters(model: PreTrainedModel) -> None:
 def left_as_it_was(model: PreTrainedModel) -> Iterator[None]:
     """Afterwards, also after an exception, a model is what it was but for what the engine itself restores (training
     mode and attention): layers that `module.compile()` had compiled in place are so again, and no buffer that was made
-    meanwhile would keep it from being trained.
+    meanwhile would keep it from being trained. Other threads wait.
     """
+    with alone_with(model):
+        yield from _left_as_it_was(model)
+
+
+def _left_as_it_was(model: PreTrainedModel) -> Iterator[None]:
     compiled = [(module, module._compiled_call_impl) for module in model.modules() if _is_compiled(module)]
     for module, _ in compiled:
         module._compiled_call_impl = None

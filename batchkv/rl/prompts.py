@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Sequence
 from typing import Any
 
@@ -9,6 +10,7 @@ import numpy as np
 
 from batchkv.errors import UserError
 from batchkv.io.prompts import read_prompts
+from batchkv.rl.rollout_batch import RolloutBatch
 from batchkv.rl.trajectory import Branch, Trajectory
 from batchkv.rows import PromptLimits
 from batchkv.tokenization import Tokenizer, check_prompts, tokenize
@@ -20,7 +22,7 @@ def read_branches(
     """Where the samples of each prompt begin.
 
     Args:
-        prompts: each a text, a list of messages, token ids, or a `Branch`, which has its own number of samples.
+        prompts: each a text, a list of messages, token ids, or a `Branch`, which has its own row and samples.
         n: samples of each of the others.
         rows: the global number of each prompt; by default its place, behind the highest row of the branches.
         tokenizer: makes texts and messages token ids, as in jobs.
@@ -29,15 +31,10 @@ def read_branches(
     Raises:
         UserError: a prompt cannot be run; names it.
     """
-    if isinstance(prompts, (str, bytes)):
-        raise UserError("prompts is one text, must be a list of prompts: put it into brackets")
-    if rows is not None and len(rows) != len(prompts):
-        raise UserError(f"there are {len(rows)} rows for {len(prompts)} prompts, must be as many")
+    _check_kinds(prompts)
     new = [i for i, prompt in enumerate(prompts) if not isinstance(prompt, Branch)]
-    for i in new:
-        if not _is_list(prompts[i]) and not isinstance(prompts[i], str):
-            kind = type(prompts[i]).__name__
-            raise UserError(f"prompt {i} is {kind}, must be a text, a list of messages or a list of token ids")
+    if rows is not None:
+        _check_rows(rows, len(prompts), new)
     arena_rows = dict(zip(new, _token_ids([prompts[i] for i in new], new, tokenizer, limits), strict=True))
     taken = [prompt.trunk.row for prompt in prompts if isinstance(prompt, Branch)]
     first = max(taken, default=-1) + 1
@@ -45,25 +42,83 @@ def read_branches(
     for i, prompt in enumerate(prompts):
         row = first + i if rows is None else int(rows[i])
         if isinstance(prompt, Branch):
+            _check_trunk(prompt, i, limits)
             branches.append(prompt.of_prompt(i))
         else:
             branches.append(Branch(Trajectory.of_prompt(i, row, arena_rows[i]), tuple(range(n))))
-    return _distinct(branches)
+    return _grouped(_distinct(branches))
+
+
+def _check_kinds(prompts: Any) -> None:
+    """Raises UserError if what was given is no list of prompts."""
+    if isinstance(prompts, (str, bytes)):
+        raise UserError("prompts is one text, must be a list of prompts: put it into brackets")
+    if isinstance(prompts, RolloutBatch):
+        raise UserError("prompts is a RolloutBatch, must be a list: take branches of it (unfinished, fork)")
+    if not hasattr(prompts, "__getitem__") or not hasattr(prompts, "__len__"):
+        raise UserError(f"prompts is a {type(prompts).__name__}, must be a list of prompts")
+    for i, prompt in enumerate(prompts):
+        if isinstance(prompt, (list, tuple)) and any(isinstance(one, Branch) for one in prompt):
+            raise UserError(f"prompt {i} is a list of branches, which are prompts themselves: unpack it with *")
+        if not isinstance(prompt, (Branch, str)) and not _is_list(prompt):
+            hint = ", of one dimension" if hasattr(prompt, "ndim") else ""
+            kind = type(prompt).__name__
+            raise UserError(f"prompt {i} is {kind}, must be a text, a list of messages or a list of token ids{hint}")
+
+
+def _check_rows(rows: Sequence[int], count: int, new: list[int]) -> None:
+    """Raises UserError if there are not as many as prompts, or two prompts would have the same random numbers."""
+    if len(rows) != count:
+        raise UserError(f"there are {len(rows)} rows for {count} prompts, must be as many")
+    found: dict[int, int] = {}
+    for i in new:
+        if (row := int(rows[i])) in found:
+            raise UserError(
+                f"prompts {found[row]} and {i} are both row {row}: they would be sampled with the same random numbers; "
+                "give each a row of its own"
+            )
+        found[row] = i
+
+
+def _check_trunk(branch: Branch, index: int, limits: PromptLimits) -> None:
+    """Raises UserError if the model does not have a token that the samples begin with, or no room for their prompt."""
+    trunk = branch.trunk
+    highest = int(trunk.all_token_ids.max())
+    if highest >= limits.vocab_size:
+        raise UserError(f"prompt {index} goes on from token id {highest}, the model has {limits.vocab_size}")
+    if limits.context_length is not None and len(trunk.prompt_token_ids) >= limits.context_length:
+        raise UserError(
+            f"prompt {index} has {len(trunk.prompt_token_ids)} tokens, but the model's context of "
+            f"{limits.context_length} must hold it and one generated token"
+        )
 
 
 def _distinct(branches: list[Branch]) -> list[Branch]:
     """Samples that go on from the same tokens of the same row have indices of their own, or they would be equal."""
-    next_index: dict[tuple[int, int, bytes], int] = {}
+    taken: defaultdict[tuple[int, int, bytes], set[int]] = defaultdict(set)
     distinct = []
     for branch in branches:
-        trunk = branch.trunk
-        key = trunk.row, trunk.forked_from, trunk.token_ids.tobytes()
-        first = next_index.get(key, 0)
-        samples = branch.samples if min(branch.samples) >= first else tuple(range(first, first + len(branch.samples)))
+        trunk, samples = branch.trunk, branch.samples
         if len(trunk) or trunk.forked_from >= 0:
-            next_index[key] = max(first, max(samples) + 1)
+            mine = taken[trunk.row, trunk.forked_from, trunk.token_ids.tobytes()]
+            if not mine.isdisjoint(samples):
+                samples = tuple(range(max(mine) + 1, max(mine) + 1 + len(samples)))
+            mine.update(samples)
         distinct.append(Branch(trunk, samples))
     return distinct
+
+
+def _grouped(branches: list[Branch]) -> list[Branch]:
+    """Branches of one row are of one prompt, the first of them, but for those that have a sample once more."""
+    found: dict[int, tuple[int, set[int]]] = {}
+    grouped = []
+    for branch in branches:
+        prompt, samples = found.setdefault(branch.trunk.row, (branch.trunk.prompt_index, set()))
+        if samples.isdisjoint(branch.samples):
+            samples.update(branch.samples)
+            branch = branch.of_prompt(prompt)
+        grouped.append(branch)
+    return grouped
 
 
 def _token_ids(

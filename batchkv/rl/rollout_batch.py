@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
@@ -13,58 +13,24 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from batchkv.rl import exports
+from batchkv.rl.batch_schema import by_token, check_batch
 from batchkv.rl.ragged import Ragged
-from batchkv.rl.sampling_columns import SAMPLING_SCHEMA
 from batchkv.rl.token_tree import TokenTree
 from batchkv.rl.trajectory import Branch, Trajectory, trajectory_of
 
 if TYPE_CHECKING:
-    import torch
     from torch import nn
 
     from batchkv.engine import Engine
 
-SCHEMA = pa.schema(
-    {
-        "prompt_index": pa.int32(),
-        "sample_index": pa.int32(),
-        "prompt_token_ids": pa.list_(pa.int32()),
-        "token_ids": pa.list_(pa.int32()),
-        "logprobs": pa.list_(pa.float32()),
-        "finish_reason": pa.string(),
-        "truncated": pa.bool_(),
-        "env_mask": pa.list_(pa.int8()),
-        "seed": pa.uint64(),
-        "weight_version": pa.int64(),
-        "num_cached_tokens": pa.int32(),
-    }
-)
-"""The columns of a batch. `seed` may be int64 as well; a table may have more columns."""
 
-OPTIONAL_SCHEMA = pa.schema(
-    {
-        "row": pa.int64(),
-        "token_versions": pa.list_(pa.int64()),
-        "forked_from": pa.int32(),
-        "forked_at": pa.int32(),
-        **dict(zip(SAMPLING_SCHEMA.names, SAMPLING_SCHEMA.types, strict=True)),
-    }
-)
-"""Columns that have a meaning if they are there."""
-
-# A value of these belongs to each of `token_ids`.
-_OF_TOKENS = ("logprobs", "env_mask", "token_versions", *SAMPLING_SCHEMA.names)
-
-FINISH_REASONS = ("stop", "length", "abort")
-
-
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, repr=False)
 class RolloutBatch:
     """One row for each sample.
 
     | column | what |
     |---|---|
-    | `prompt_index`, `sample_index` | which prompt of the call, which of its samples |
+    | `prompt_index`, `sample_index` | which prompt of the call, the first of its `row`; which of its samples |
     | `prompt_token_ids` | the prompt |
     | `token_ids` | what came after it: tokens of the model, its end token included, and of an environment |
     | `logprobs` | of `token_ids`, under softmax(logits / temperature); 0 for tokens of an environment |
@@ -84,7 +50,7 @@ class RolloutBatch:
     probabilities and entropies of 0, and no kept ids.
 
     Attributes:
-        table: the samples, with the columns of `SCHEMA`.
+        table: the samples, with the columns of `batch_schema.SCHEMA`; it may have more.
         pad_token_id: what padded token ids are filled up with. It may be an end token: masks never come from it.
         temperature: what logits were divided by before `logprobs` were taken; 1 where samples are greedy.
         summary: what the rollout cost, with the names of a job's summary.
@@ -104,15 +70,43 @@ class RolloutBatch:
             raise ValueError(f"pad_token_id {self.pad_token_id} must be at least 0")
         if not (math.isfinite(self.temperature) and self.temperature > 0):
             raise ValueError(f"temperature {self.temperature} must be above 0; logprobs of greedy samples are at 1")
-        _check_columns(self.table)
-        _check_lists(self.table, self.completions)
-        _check_values(self.completions, self.env_mask, self.logprobs)
-        _check_sampling(self)
-        reasons = pc.is_in(self.table["finish_reason"], pa.array(FINISH_REASONS)).to_numpy()
-        if not reasons.all():
-            row = int(np.argmin(reasons))
-            value = self.table["finish_reason"][row].as_py()
-            raise ValueError(f"row {row}: finish_reason {value!r} is not one of {', '.join(FINISH_REASONS)}")
+        check_batch(self)
+
+    @classmethod
+    def concat(cls, batches: Sequence[RolloutBatch]) -> RolloutBatch:
+        """Samples of several rollouts, those of one `row` as one prompt: what was finished, and what went on later.
+
+        Rows are numbered anew (`prompt_index`) in the order in which they come, samples of a row are in theirs. Columns
+        that not all have are left out, and so are summaries.
+
+        Raises:
+            ValueError: there are no batches, they were not drawn at one temperature, a batch has no column `row`, or
+                two have the same sample of a row.
+        """
+        if not batches:
+            raise ValueError("there are no batches, must be at least one")
+        temperatures = {batch.temperature for batch in batches}
+        if len(temperatures) > 1:
+            raise ValueError(f"the batches have temperatures {sorted(temperatures)}, must be one")
+        names = [name for name in batches[0].table.column_names if all(name in b.table.column_names for b in batches)]
+        if "row" not in names:
+            raise ValueError("a batch has no column row, which tells the prompts of several rollouts apart")
+        table = pa.concat_tables([batch.table.select(names) for batch in batches])
+        rows, samples = (np.asarray(table[name].to_numpy()) for name in ("row", "sample_index"))
+        _, first, which = np.unique(rows, return_index=True, return_inverse=True)
+        number = np.argsort(np.argsort(first))[which].astype(np.int32)
+        order = np.lexsort((samples, number))
+        is_twice = (np.diff(number[order]) == 0) & (np.diff(samples[order]) == 0)
+        if is_twice.any():
+            at = order[np.argmax(is_twice)]
+            raise ValueError(f"sample {samples[at]} of row {rows[at]} is there twice: leave one of them out")
+        table = table.set_column(names.index("prompt_index"), "prompt_index", pa.array(number)).take(order)
+        return cls(table, batches[0].pad_token_id, batches[0].temperature)
+
+    def __repr__(self) -> str:
+        prompts = pc.count_distinct(self.table["prompt_index"]).as_py()
+        tokens = len(self.completions.values)
+        return f"RolloutBatch({len(self):,} samples of {prompts:,} prompts, {tokens:,} tokens behind them)"
 
     def __len__(self) -> int:
         return int(self.table.num_rows)
@@ -161,7 +155,7 @@ class RolloutBatch:
         """A list for each token of `completions`, of all rows one behind the other: int32; None if not recorded."""
         if "kept_token_ids" not in self.table.column_names:
             return None
-        return Ragged.of(_by_token(self.table["kept_token_ids"]))
+        return Ragged.of(by_token(self.table["kept_token_ids"]))
 
     def _optional(self, name: str) -> Ragged | None:
         return Ragged.of(self.table[name]) if name in self.table.column_names else None
@@ -172,7 +166,13 @@ class RolloutBatch:
         return np.asarray(self.table["truncated"].to_numpy(), dtype=np.bool_)
 
     def trajectory(self, row: int) -> Trajectory:
-        """A row of the batch. It must be of a rollout: tables from elsewhere lack columns."""
+        """A row of the batch. It must be of a rollout: tables from elsewhere lack columns.
+
+        Raises:
+            ValueError: there is no such row.
+        """
+        if not 0 <= row < len(self):
+            raise ValueError(f"sample {row} must be a row of the batch, from 0 to {len(self) - 1}")
         return trajectory_of(self.table, row)
 
     def fork(self, sample: int, at_token: int, n: int) -> Branch:
@@ -186,18 +186,41 @@ class RolloutBatch:
         Raises:
             ValueError: there is no such sample or token, it is not the model's, or there are no samples to draw.
         """
-        if not 0 <= sample < len(self):
-            raise ValueError(f"sample {sample} must be a row of the batch, from 0 to {len(self) - 1}")
         if n < 1:
             raise ValueError(f"n {n} must be at least 1")
         return self.trajectory(sample).fork(at_token, range(n))
 
-    def unfinished(self) -> list[Branch]:
-        """The samples that were cut off, to stand among the prompts of a later rollout: they go on where they were, and
+    def unfinished(self, *, length_ends: bool = True) -> list[Branch]:
+        """The samples that are not done, to stand among the prompts of a later rollout: they go on where they were, and
         keep their logprobs and the weight versions of their tokens.
+
+        Args:
+            length_ends: whether those that ended by `length` are done. If not, `max_tokens` is what one call adds to a
+                sample; one that fills the context then comes back as it is.
         """
-        cut = [self.trajectory(row) for row in np.flatnonzero(self.truncated).tolist()]
+        cut = [self.trajectory(row) for row in np.flatnonzero(~self._is_done(length_ends)).tolist()]
         return [Branch(trajectory, (trajectory.sample_index,)) for trajectory in cut]
+
+    def finished(self, *, length_ends: bool = True, most: int | None = None) -> RolloutBatch:
+        """The samples that `unfinished` leaves out.
+
+        Args:
+            length_ends: as of `unfinished`.
+            most: so many of each prompt, those with the lowest indices; by default all.
+        """
+        is_in = self._is_done(length_ends)
+        if most is not None:
+            prompts = np.asarray(self.table["prompt_index"].to_numpy())
+            order = np.lexsort((self.table["sample_index"].to_numpy(), prompts))
+            order = order[is_in[order]]
+            first = np.searchsorted(prompts[order], prompts[order])  # of the same prompt
+            is_in = np.zeros_like(is_in)
+            is_in[order[np.arange(len(order)) - first < most]] = True
+        return replace(self, table=self.table.filter(pa.array(is_in)))
+
+    def _is_done(self, length_ends: bool) -> npt.NDArray[np.bool_]:
+        reasons = self.table["finish_reason"].to_numpy()
+        return np.asarray((reasons == "stop") | (length_ends & (reasons == "length")), np.bool_)
 
     def completions_by_prompt(self) -> dict[bytes, list[npt.NDArray[np.int32]]]:
         """Token ids after each distinct prompt, by the bytes of its int32 token ids."""
@@ -207,12 +230,21 @@ class RolloutBatch:
             found.setdefault(prompts.row(row).tobytes(), []).append(completions.row(row))
         return found
 
-    def finished(self) -> RolloutBatch:
-        """Without the samples that were cut off because others of their prompt were enough."""
-        return replace(self, table=self.table.filter(pc.field("finish_reason") != "abort"))
-
     def score(self, policy: nn.Module | Engine, **config: Any) -> Ragged:
-        """Log-probabilities of the tokens under another model: see `scoring.score`."""
+        """Log-probabilities of the tokens under another model, each prompt computed once.
+
+        Args:
+            policy: the model, in place, as of `batchkv.rollout`. That of a PEFT policy without its adapter is scored
+                inside `with policy.disable_adapter():`.
+            config: fields of `EngineConfig`, for a module.
+
+        Returns:
+            float32, a list for each row, as long as its `token_ids`, under softmax(logits / `temperature`); 0 where
+            `env_mask` is 0. `.padded(0.0)` is a matrix of them as wide as the completions of `to_padded`.
+
+        Raises:
+            UserError: the model cannot be run in place, a row is too long for it, or it gives no probabilities.
+        """
         from batchkv.rl.scoring import score
 
         return score(policy, self, **config)
@@ -221,129 +253,11 @@ class RolloutBatch:
         """The trie of all samples, for training over it."""
         return TokenTree.of(self)
 
-    def to_padded(self) -> dict[str, torch.Tensor]:
-        """Plain padded tensors: see `exports.to_padded`."""
-        return exports.to_padded(self)
-
-    def to_trl(self) -> dict[str, Any]:
-        """What a `rollout_func` of TRL returns: see `exports.to_trl`."""
-        return exports.to_trl(self)
-
-    def to_verl(
-        self, *, prompt_length: int | None = None, response_length: int | None = None
-    ) -> dict[str, torch.Tensor]:
-        """The tensors of verl's `DataProto`: see `exports.to_verl`."""
-        return exports.to_verl(self, prompt_length=prompt_length, response_length=response_length)
-
-    def to_openrlhf(self) -> list[dict[str, Any]]:
-        """What an agent executor of OpenRLHF returns, for each sample: see `exports.to_openrlhf`."""
-        return exports.to_openrlhf(self)
-
-    def to_openrlhf_experience(self) -> dict[str, torch.Tensor]:
-        """The tensors of OpenRLHF's `Experience`: see `exports.to_openrlhf_experience`."""
-        return exports.to_openrlhf_experience(self)
-
-    def to_nemo_rl(self) -> dict[str, torch.Tensor]:
-        """NeMo-RL's `GenerationOutputSpec`: see `exports.to_nemo_rl`."""
-        return exports.to_nemo_rl(self)
-
-    def to_slime(self, *, top_p: float = 1.0) -> list[dict[str, Any]]:
-        """Fields of slime's `Sample`, for each sample: see `exports.to_slime`."""
-        return exports.to_slime(self, top_p=top_p)
-
-    def to_areal(self) -> list[dict[str, torch.Tensor]]:
-        """What a workflow of AReaL returns, for each sample: see `exports.to_areal`."""
-        return exports.to_areal(self)
-
-
-def _check_columns(table: pa.Table) -> None:
-    """Raises ValueError if a column of `SCHEMA` is missing, or one that is there is of another type or has nulls."""
-    for name, wanted in (*_columns(SCHEMA), *_columns(OPTIONAL_SCHEMA)):
-        if name not in table.column_names:
-            if name in OPTIONAL_SCHEMA.names:
-                continue
-            raise ValueError(f"the table has no column {name!r}; it needs {', '.join(SCHEMA.names)}")
-        column = table[name]
-        if not (_same(column.type, wanted) or (name == "seed" and column.type == pa.int64())):
-            raise ValueError(f"column {name!r} is of type {column.type}, not {wanted}")
-        if column.null_count:
-            raise ValueError(f"row {_first_null(column)}: {name} is null")
-
-
-def _columns(schema: pa.Schema) -> list[tuple[str, pa.DataType]]:
-    return list(zip(schema.names, schema.types, strict=True))
-
-
-def _same(dtype: pa.DataType, wanted: pa.DataType) -> bool:
-    """Whether two types are the same, whatever the values of lists are called (Parquet calls them `element`)."""
-    if pa.types.is_list(wanted):
-        return bool(pa.types.is_list(dtype) and _same(dtype.value_type, wanted.value_type))
-    return bool(dtype == wanted)
-
-
-def _check_lists(table: pa.Table, tokens: Ragged) -> None:
-    """Raises ValueError if lists have nulls or lengths that differ from those of `token_ids`."""
-    of_tokens = [name for name in _OF_TOKENS if name in table.column_names]
-    for name in ("prompt_token_ids", "token_ids", *of_tokens):
-        values = pc.list_flatten(table[name])
-        if values.null_count:
-            row = int(np.repeat(np.arange(len(tokens)), _lengths(table[name]))[_first_null(values)])
-            raise ValueError(f"row {row}: a value of {name} is null")
-    for name in of_tokens:
-        lengths = _lengths(table[name])
-        wrong = np.flatnonzero(lengths != tokens.lengths)
-        if wrong.size:
-            row = int(wrong[0])
-            raise ValueError(f"row {row}: {name} has {lengths[row]} values for {tokens.lengths[row]} token_ids")
-
-
-def _check_values(tokens: Ragged, env_mask: Ragged, logprobs: Ragged) -> None:
-    """Raises ValueError if a mask is not 0 or 1, a log-probability is not finite, or one is not of a model's token."""
-    from_model = env_mask.values == 1
-    _refuse(~from_model & (env_mask.values != 0), "env_mask", "must be 0 or 1", env_mask)
-    _check_models("logprobs", logprobs, from_model)
-    _refuse(tokens.values < 0, "token_ids", "must be at least 0", tokens)
-
-
-def _check_sampling(batch: RolloutBatch) -> None:
-    """Raises ValueError if what tokens were drawn from cannot be so."""
-    tokens, from_model = batch.completions, batch.env_mask.values == 1
-    if (logprobs := batch.sampling_logprobs) is not None:
-        _check_models("sampling_logprobs", logprobs, from_model)
-    if (entropies := batch.entropies) is not None:
-        _check_models("entropies", entropies, from_model)
-        _refuse(entropies.values < 0, "entropies", "must be at least 0", entropies)
-    if "kept_token_ids" in batch.table.column_names:
-        by_token = _by_token(batch.table["kept_token_ids"])
-        if (ids := pc.list_flatten(by_token)).null_count:
-            row = int(np.repeat(tokens.owners, _lengths(by_token))[_first_null(ids)])
-            raise ValueError(f"row {row}: an id in kept_token_ids is null")
-        kept = Ragged.of(by_token)
-        is_there = np.bincount(kept.owners[kept.values == tokens.values[kept.owners]], minlength=len(kept)) > 0
-        _refuse((kept.lengths > 0) & ~is_there, "token_ids", "must be among its kept_token_ids", tokens)
-        _refuse((kept.lengths > 0) & ~from_model, "token_ids", "of the environment has kept_token_ids", tokens)
-
-
-def _check_models(name: str, numbers: Ragged, from_model: npt.NDArray[np.bool_]) -> None:
-    """Raises ValueError if one is not finite, or is of a token that is not the model's."""
-    _refuse(~np.isfinite(numbers.values), name, "must be finite", numbers)
-    _refuse(~from_model & (numbers.values != 0), name, "must be 0 for tokens of the environment", numbers)
-
-
-def _refuse(where: npt.NDArray[np.bool_], name: str, rule: str, lists: Ragged) -> None:
-    if where.any():
-        place = int(np.argmax(where))
-        raise ValueError(f"row {lists.owners[place]}: {name} {rule}, not {lists.values[place].item()!r}")
-
-
-def _by_token(column: pa.ChunkedArray) -> pa.ChunkedArray:
-    """Of lists of lists, the inner ones, one behind the other."""
-    return pc.list_flatten(column)
-
-
-def _lengths(lists: pa.ChunkedArray) -> npt.NDArray[np.int64]:
-    return np.asarray(pc.list_value_length(lists).to_numpy(), np.int64)
-
-
-def _first_null(column: pa.ChunkedArray) -> int:
-    return int(np.argmax(column.is_null().to_numpy()))
+    to_padded = exports.to_padded
+    to_trl = exports.to_trl
+    to_verl = exports.to_verl
+    to_openrlhf = exports.to_openrlhf
+    to_openrlhf_experience = exports.to_openrlhf_experience
+    to_nemo_rl = exports.to_nemo_rl
+    to_slime = exports.to_slime
+    to_areal = exports.to_areal

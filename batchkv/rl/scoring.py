@@ -12,6 +12,7 @@ from batchkv.errors import RowError, UserError
 from batchkv.executor import RunOptions
 from batchkv.metrics import RunMetrics
 from batchkv.preparation import prepare_wave
+from batchkv.rl.asked import OF_ENGINES, check_names
 from batchkv.rl.generation import execute_alone
 from batchkv.rl.policy import engine_of, left_as_it_was
 from batchkv.rl.ragged import Ragged
@@ -39,16 +40,17 @@ def score(policy: nn.Module | Engine, batch: RolloutBatch, **config: Any) -> Rag
 
     Raises:
         UserError: the model cannot be run in place, a row is too long for it, or it gives no probabilities.
+        TypeError: there is no such parameter.
     """
+    check_names(config, OF_ENGINES, "score")
     engine = engine_of(policy, None, config)
-    whole = batch.prompts.then(batch.completions)
-    arena = TokenArena(whole.values.astype(np.int32), whole.offsets, whole.lengths)
+    arena = token_arena(batch)
     values = np.zeros(len(batch.completions.values), np.float32)
     offsets, mask = batch.completions.offsets, batch.env_mask.values
     rows = np.flatnonzero(batch.completions.lengths)
     found: dict[int, Completion | RowError] = {}
     if len(rows):
-        _check_tokens(arena, engine.prompt_limits.vocab_size)
+        check_tokens(arena, engine.prompt_limits.vocab_size)
         wave = _wave_of(arena.take(rows), batch.prompts.lengths[rows])
         prepared = prepare_wave(wave, NOTHING, engine.layout, engine.limits())
         for request, error in prepared.errors.items():
@@ -65,10 +67,16 @@ def score(policy: nn.Module | Engine, batch: RolloutBatch, **config: Any) -> Rag
     return Ragged(np.where(mask == 1, values, np.float32(0)), offsets)
 
 
-def _check_tokens(arena: TokenArena, vocab_size: int) -> None:
+def token_arena(batch: RolloutBatch) -> TokenArena:
+    """Prompt and completion of each row."""
+    whole = batch.prompts.then(batch.completions)
+    return TokenArena(whole.values.astype(np.int32), whole.offsets, whole.lengths)
+
+
+def check_tokens(arena: TokenArena, vocab_size: int) -> None:
     """Raises UserError if the model does not have a token."""
     for row, token in zip(*arena.tokens_outside(vocab_size), strict=True):
-        raise UserError(f"row {row} has token id {token}, the model has {vocab_size}: take one of its tokenizer")
+        raise UserError(f"row {row} has token id {token}, the model has {vocab_size}: its tokenizer has to be the same")
 
 
 def _wave_of(arena: TokenArena, score_from: Int64Array) -> Wave:

@@ -15,7 +15,7 @@ from batchkv.errors import UserError
 from batchkv.fingerprint import model_fingerprint
 from batchkv.job_plan import PlanTotals
 from batchkv.metrics import RunMetrics
-from batchkv.rl.asked import Asked
+from batchkv.rl.asked import ASKED, OF_ENGINES, Asked, check_config, check_names
 from batchkv.rl.branching import Branching, Forks
 from batchkv.rl.environment import Environment, Replies
 from batchkv.rl.generation import Draw, check_recorded, grow, with_room
@@ -29,29 +29,33 @@ from batchkv.rl.trajectory import Trajectory, as_table
 class Session:
     """Rollouts of one policy. A context manager.
 
-    KV of prompts stays in the cache from one call to the next, where it has room. It is that of the weights as they
-    are: call `refresh` after every update of them. A forgotten one is found by a fingerprint of the weights, which is
-    computed at every call and takes about as long as reading them once.
+    KV of prompts stays in the cache from one call to the next, where it has room; none after calls with an environment
+    or branching. It is that of the weights as they are: call `refresh` after every update of them. A forgotten one is
+    found by a fingerprint of the weights, which is computed at every call and takes about as long as reading them once.
 
     Args:
         policy: a live module, possibly wrapped (`batchkv.rl.policy.unwrap`), used in place; or an engine.
         tokenizer: of the policy; not needed where prompts are token ids.
-        weight_version: of the weights as they are.
+        weight_version: of the weights as they are, that of the batches until `refresh` counts it up.
         config: fields of `EngineConfig`.
 
     Raises:
         UserError: the policy cannot be run in place.
+        TypeError: there is no such parameter.
     """
 
     def __init__(
         self, policy: nn.Module | Engine, tokenizer: Any = None, *, weight_version: int = 0, **config: Any
     ) -> None:
+        check_names(config, OF_ENGINES, "Session")
         if isinstance(policy, Engine) and (config or tokenizer is not None):
             raise UserError("the policy is an engine, which has its tokenizer and config: leave them out")
+        self._policy, self._tokenizer, self._config = policy, tokenizer, config
         self.engine = engine_of(policy, tokenizer, config)
         self.weight_version = weight_version
         self._kv: ConversationKV | None = None
         self._fingerprint: str | None = None
+        self._is_closed = False
 
     def __enter__(self) -> Session:
         return self
@@ -62,14 +66,24 @@ class Session:
         self.close()
 
     def close(self) -> None:
-        """Lets go of all KV."""
+        """Lets go of all KV; nothing can be sampled any more."""
+        self._drop_kv()
+        self._is_closed = True
+
+    def _drop_kv(self) -> None:
         if self._kv is not None:
             self._kv.release()
             self._kv = None
 
     def refresh(self) -> None:
-        """The weights have been updated: KV of the old ones is dropped."""
-        self.close()
+        """The weights have been updated, or the module: KV of the old ones is dropped, and a module is looked at anew.
+
+        Raises:
+            UserError: the session is closed.
+        """
+        self._check_open()
+        self._drop_kv()
+        self.engine = engine_of(self._policy, self._tokenizer, self._config)
         self._fingerprint = None
         self.weight_version += 1
 
@@ -77,19 +91,30 @@ class Session:
         """Samples of every prompt.
 
         Args:
-            prompts, n, options: as of `batchkv.rollout`.
+            prompts, n, options: as of `batchkv.rollout`, but for the tokenizer and the config, which are the session's.
+                `step` is for random numbers alone: the weight version is the session's as well.
 
         Raises:
-            UserError: as there; or the weights have changed since the KV was computed.
+            UserError: as there; or the weights have changed since the KV was computed, or the session is closed.
+            ValueError, TypeError: as there.
         """
+        check_names(options, ASKED, "Session.rollout")
+        self._check_open()
         asked = Asked(n=n, **options)
         self._check_weights()
         self._kv = self._kv or new_kv(self.engine)
         try:
-            return roll_out(self.engine, prompts, asked, asked.draw(self.weight_version), self._kv)
+            batch = roll_out(self.engine, prompts, asked, asked.draw(self.weight_version), self._kv)
         except BaseException:
-            self.close()  # what is in the cache is not known
+            self._drop_kv()  # what is in the cache is not known
             raise
+        if asked.goes_on:
+            self._drop_kv()  # whole conversations and trees, which nobody goes on with
+        return batch
+
+    def _check_open(self) -> None:
+        if self._is_closed:
+            raise UserError("the session is closed: open another one")
 
     def _check_weights(self) -> None:
         found = f"{model_fingerprint(self.engine.model)}/{adapters_of(self.engine.model)}"
@@ -133,29 +158,31 @@ def rollout(
     Args:
         policy: a live module, possibly wrapped (DDP, `torch.compile`, PEFT); or an engine.
         prompts: each a text, a list of messages, token ids, or a branch of an earlier batch (`RolloutBatch.fork`,
-            `RolloutBatch.unfinished`), which has its own number of samples.
+            `RolloutBatch.unfinished`), which has its own row and samples.
         n: samples of each prompt.
         tokenizer: of the policy; not needed where prompts are token ids.
-        max_tokens: most tokens that are generated in a turn.
+        max_tokens: most tokens that are generated in a turn, and behind what a branch has already.
         temperature, top_p, top_k, min_p: as in jobs; at temperature 0 all samples are the same.
         stop_token_ids: tokens that end a turn, besides the policy's end tokens.
-        seed, step, rows: random numbers are a function of (seed, step, row, sample, position). `rows` are the prompts'
-            global numbers, by default their places: give them where prompts are shuffled, or split among workers.
-            `step` is that of the training, and the weight version in the batch.
-        environment: called for every turn that ended with an end or stop token; what it returns follows the turn, and
-            the model goes on: a text or token ids, as they are, or messages, by the chat template. None: the sample is
-            done.
+        seed, step, rows: random numbers are a function of (seed, step, row, sample, position), and of what a branch has
+            already. `rows` are the prompts' global numbers, by default their places: give them where prompts are
+            shuffled, or split among workers. `step` is that of the training, and the weight version in the batch.
+        environment: called with every `Turn` that ended with an end or stop token; what it returns follows the turn,
+            and the model goes on: a text or token ids, as they are, or messages, by the chat template. None: the
+            sample is done.
         max_turns: most turns of the model in a sample.
-        branching: called for every sample that is done, forks too; returns (token, samples) pairs: so many new samples
-            of the prompt go another way from before that token on. The tree ends where it returns nothing.
-        oversample: so many samples more of each prompt are begun, and when `n` are done the others end, `abort`. Long
-            samples are the ones that are cut off: go on with them later (`RolloutBatch.unfinished`), or know that
-            those of `RolloutBatch.finished` are shorter than others would be.
-        enough: called with the samples of a prompt that are done whenever there is one more; true if the others can
-            end. By default `n` are enough if there are more.
+        branching: called with the `Trajectory` of every sample that is done, forks too; returns (token, samples) pairs:
+            so many new samples of the prompt go another way from before that token on. The tree ends where it returns
+            none.
+        oversample: so many samples more of each prompt are begun, and when at least `n` are done the others end,
+            `abort`; several may end in one step, so `RolloutBatch.finished(most=n)`. Which ones are cut off depends on
+            the order of execution; what they have by then does not. Long samples are: go on with them later
+            (`RolloutBatch.unfinished`), or know that the finished ones are shorter than others would be.
+        enough: called with the trajectories of a prompt that are done whenever there is one more; true if the others
+            can end. By default `n` are enough if there are more.
         record_sampling: whether samples tell what their tokens were drawn from: log-probabilities after all filters,
-            entropies, and the tokens that were kept. `environment` and `branching` find it in `Trajectory.sampling`,
-            the trainer in columns of the batch. With filters the host then waits for the device in each step.
+            entropies, and the tokens that were kept. A `Trajectory` has it in `sampling`, the batch in columns. With
+            filters the host then waits for the device in each step.
         earlier: a batch with samples of the same prompts: where they go on as these did, several tokens are computed at
             once. That changes no token, and stops by itself where it does not pay.
         config: fields of `EngineConfig`.
@@ -166,8 +193,10 @@ def rollout(
     Raises:
         UserError: the policy cannot be run in place, or a prompt not at all; or sampling is to be recorded where a
             branch goes on from tokens for which it was not.
-        ValueError: a parameter is out of range.
+        ValueError: a parameter is out of range, or of another type.
+        TypeError: there is no such parameter.
     """
+    check_config(config)
     asked = Asked(
         n=n,
         max_tokens=max_tokens,

@@ -51,6 +51,10 @@ class Trajectory:
     forked_at: int = 0
     sampling: SamplingRecord | None = None
 
+    def __post_init__(self) -> None:
+        for array in (self.prompt_token_ids, self.token_ids, self.logprobs, self.env_mask, self.weight_versions):
+            array.flags.writeable = False  # those of environments and hooks are the batch's own
+
     @classmethod
     def of_prompt(cls, index: int, row: int, token_ids: TokenIds) -> Trajectory:
         """Nothing follows yet."""

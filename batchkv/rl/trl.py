@@ -8,20 +8,24 @@ from weakref import WeakKeyDictionary
 
 from batchkv.errors import UserError
 from batchkv.random_numbers import row_key
+from batchkv.rl.asked import ASKED, OF_ENGINES, check_names
 from batchkv.rl.rollout_batch import RolloutBatch
 from batchkv.rl.session import rollout
+
+_OPTIONS = ("environment", "max_turns", "stop_token_ids", "record_sampling")
+_TRAINERS = tuple(name for name in ("tokenizer", *ASKED) if name not in _OPTIONS)
 
 _CALLS: WeakKeyDictionary[Any, tuple[int, dict[str, int]]] = WeakKeyDictionary()
 """For each trainer the step of its last call, and how many calls there were in it, by mode."""
 
 
-def trl_rollout_func(prompts: Sequence[Any], trainer: Any, **config: Any) -> dict[str, Any]:
+def trl_rollout_func(prompts: Sequence[Any], trainer: Any, **options: Any) -> dict[str, Any]:
     """What TRL's `GRPOTrainer` takes as `rollout_func` (1.16): completions by the model in training, in place.
 
-    For fields of `EngineConfig`: `functools.partial(batchkv.trl_rollout_func, kv_memory="4GiB")`.
+    For options: `functools.partial(batchkv.trl_rollout_func, kv_memory="4GiB")`.
 
     Args:
-        prompts, trainer, config: as of `trl_rollout`.
+        prompts, trainer, options: as of `trl_rollout`.
 
     Returns:
         `prompt_ids`, `completion_ids`, `logprobs`: lists for each incoming prompt, in their order, end tokens kept.
@@ -29,10 +33,10 @@ def trl_rollout_func(prompts: Sequence[Any], trainer: Any, **config: Any) -> dic
     Raises:
         UserError: as of `trl_rollout`.
     """
-    return trl_rollout(prompts, trainer, **config).to_trl()
+    return trl_rollout(prompts, trainer, **options).to_trl()
 
 
-def trl_rollout(prompts: Sequence[Any], trainer: Any, **config: Any) -> RolloutBatch:
+def trl_rollout(prompts: Sequence[Any], trainer: Any, **options: Any) -> RolloutBatch:
     """One sample for each prompt that a trainer of TRL hands over: it repeats them before.
 
     Prompts that are the same are computed once. They may be spread over several processes, whose samples are others.
@@ -43,11 +47,17 @@ def trl_rollout(prompts: Sequence[Any], trainer: Any, **config: Any) -> RolloutB
     Args:
         prompts: texts, or conversations as lists of messages; token ids are made of them as TRL makes them.
         trainer: its `model` is the policy, its `args` say how it is sampled.
-        config: fields of `EngineConfig`.
+        options: of `batchkv.rollout`: `environment`, `max_turns`, `stop_token_ids`, `record_sampling`, and fields of
+            `EngineConfig`. All else is the trainer's: a sample for each prompt, sampled as `GRPOConfig` says.
 
     Raises:
         UserError: the trainer wants what is not done here, and what to set instead; or as of `batchkv.rollout`.
+        TypeError: there is no such option.
     """
+    for name in options:
+        if name in _TRAINERS:
+            raise TypeError(f"{name!r} is the trainer's: trl_rollout_func takes {', '.join(_OPTIONS)}")
+    check_names(options, (*_OPTIONS, *OF_ENGINES), "trl_rollout_func")
     _check(trainer)
     args = trainer.args
     return rollout(
@@ -62,7 +72,7 @@ def trl_rollout(prompts: Sequence[Any], trainer: Any, **config: Any) -> RolloutB
         min_p=args.min_p or 0.0,
         seed=_seed(trainer),
         step=trainer.state.global_step,
-        **config,
+        **options,
     )
 
 
@@ -77,6 +87,8 @@ def _check(trainer: Any) -> None:
             f"generation_kwargs has {names}, must be empty: set the fields of GRPOConfig (temperature, top_p, top_k, "
             "min_p, max_completion_length)"
         )
+    if not args.temperature > 0:
+        raise UserError(f"temperature {args.temperature} must be above 0: the trainer divides logits by it")
     if args.max_completion_length is None:
         raise UserError("max_completion_length is None, must be a number of tokens")
     if getattr(trainer, "environment_factories", None) is not None:

@@ -370,7 +370,7 @@ def test_no_prompts_have_no_completions(idle: Any) -> None:
         ("repetition_penalty", 1.2, "repetition_penalty 1.2 is not supported, must be 1.0"),
         ("generation_kwargs", {"num_beams": 2}, "generation_kwargs has num_beams, must be empty"),
         ("max_completion_length", None, "max_completion_length is None, must be a number"),
-        ("temperature", -1.0, "temperature"),
+        ("temperature", 0.0, "temperature 0.0 must be above 0"),
     ],
 )
 def test_what_would_be_passed_over_is_refused(
@@ -379,6 +379,19 @@ def test_what_would_be_passed_over_is_refused(
     monkeypatch.setattr(idle.args, name, value)
     with pytest.raises(ValueError, match=message):
         completions(idle, TEXTS)
+
+
+@pytest.mark.parametrize("option", ["oversample", "branching", "rows", "n", "max_tokens", "tokenizer"])
+def test_what_is_the_trainers_cannot_be_set_beside_it(idle: Any, option: str) -> None:
+    with pytest.raises(TypeError, match=f"'{option}' is the trainer's: trl_rollout_func takes environment, max_turns"):
+        batchkv.trl_rollout_func(TEXTS, idle, **{option: None})
+
+
+def test_turns_of_an_environment_are_masked(idle: Any) -> None:
+    found = batchkv.trl_rollout_func(TEXTS, idle, environment=lambda turn: [5, 6], max_turns=2)
+    for ids, mask in zip(found["completion_ids"], found["env_mask"], strict=True):
+        assert len(ids) == len(mask)
+        assert all(ids[place] in (5, 6) for place, is_models in enumerate(mask) if not is_models)
 
 
 def test_images_are_refused(idle: Any) -> None:

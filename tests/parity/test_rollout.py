@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +16,11 @@ from transformers.generation.logits_process import MinPLogitsWarper, TopKLogitsW
 
 import batchkv
 from batchkv.errors import UserError
+from batchkv.model_support import tiny_model
 from batchkv.rl.rollout_batch import RolloutBatch
 from batchkv.rl.session import Session, rollout
-from tests.tiny_models import FAMILIES, VOCAB_SIZE, tiny_tokenizer
+from batchkv.rl.trajectory import Branch
+from tests.tiny_models import CONFIGS, FAMILIES, VOCAB_SIZE, tiny_tokenizer
 
 SMALL: dict[str, Any] = {"max_tokens": 12, "seed": 3}
 Samples = dict[tuple[int, int], tuple[list[int], list[float]]]
@@ -226,6 +230,9 @@ class TestPrompts:
             ([None], "prompt 0 is NoneType"),
             ([{"role": "user", "content": "a"}], "prompt 0 is dict"),
             ([[1] * 600], "prompt 0: .*512"),
+            (None, "prompts is a NoneType, must be a list"),
+            (iter([[1, 2]]), "prompts is a .*iterator, must be a list"),
+            ([torch.ones(1, 3, dtype=torch.int64)], "prompt 0 is Tensor, .* of one dimension"),
         ],
     )
     def test_what_cannot_be_a_prompt_is_named(self, policy: PreTrainedModel, asked: Any, says: str) -> None:
@@ -244,11 +251,78 @@ class TestPrompts:
             ("max_tokens", 0),
             ("max_turns", 0),
             ("oversample", -1),
+            ("n", "4"),
+            ("n", 1.5),
+            ("n", True),
+            ("step", 1.0),
+            ("step", None),
+            ("seed", "a"),
+            ("temperature", "1"),
+            ("rows", ["a"]),
+            ("stop_token_ids", 5),
+            ("stop_token_ids", "ab"),
+            ("enough", 1),
+            ("environment", "done"),
+            ("earlier", []),
+            ("step", -1),
+            ("seed", 1 << 64),
+            ("rows", [1 << 63]),
         ],
     )
-    def test_parameters_out_of_range_are_refused(self, policy: PreTrainedModel, name: str, value: Any) -> None:
-        with pytest.raises(ValueError, match=name):
+    def test_parameters_out_of_range_or_of_another_type_are_refused(
+        self, policy: PreTrainedModel, name: str, value: Any
+    ) -> None:
+        with pytest.raises(ValueError, match=f"^{name} .*must be"):
             rollout(policy, prompts(1), **{**SMALL, name: value})
+
+    @pytest.mark.parametrize(
+        ("name", "says"),
+        [
+            ("max_new_tokens", "rollout has no parameter 'max_new_tokens': is 'max_tokens' meant"),
+            ("num_generations", "is 'n' meant"),
+            ("temprature", "is 'temperature' meant"),
+            ("xyz", "there are n, max_tokens, "),
+        ],
+    )
+    def test_parameters_of_another_name_are_refused_with_the_one_that_is_meant(
+        self, policy: PreTrainedModel, name: str, says: str
+    ) -> None:
+        with pytest.raises(TypeError, match=says):
+            rollout(policy, prompts(1), **{**SMALL, name: 4})
+
+    def test_numbers_of_numpy_and_torch_are_numbers(self, policy: PreTrainedModel) -> None:
+        expected = samples(rollout(policy, prompts(1), n=2, seed=3, max_tokens=12, stop_token_ids=[0, 9], rows=[4]))
+        found = rollout(
+            policy,
+            prompts(1),
+            n=np.int32(2),
+            seed=np.int64(3),
+            max_tokens=np.uint8(12),
+            stop_token_ids=np.array([0, 9]),
+            rows=torch.tensor([4]),
+        )
+        assert_same(samples(found), expected)
+        assert_same(
+            samples(rollout(policy, prompts(1), n=2, seed=-1, max_tokens=4)),
+            samples(rollout(policy, prompts(1), n=2, seed=2**64 - 1, max_tokens=4)),
+        )
+
+    def test_two_prompts_cannot_have_one_row(self, policy: PreTrainedModel) -> None:
+        with pytest.raises(UserError, match="prompts 0 and 2 are both row 5"):
+            rollout(policy, prompts(3), n=2, rows=[5, 6, 5], **SMALL)
+
+    def test_branches_are_taken_out_of_their_lists_and_batches(self, policy: PreTrainedModel) -> None:
+        batch = rollout(policy, prompts(1), n=2, **SMALL)
+        with pytest.raises(UserError, match=r"prompt 0 is a list of branches.*unpack it with \*"):
+            rollout(policy, [batch.unfinished(length_ends=False)], n=1, **SMALL)
+        with pytest.raises(UserError, match="prompts is a RolloutBatch"):
+            rollout(policy, batch, n=1, **SMALL)  # type: ignore[arg-type]
+
+    def test_a_branch_with_tokens_that_the_model_does_not_have_is_refused(self, policy: PreTrainedModel) -> None:
+        sample = rollout(policy, prompts(1), n=1, **SMALL).trajectory(0)
+        branch = Branch(replace(sample, token_ids=np.full(len(sample), 4000, np.int32)), (0,))
+        with pytest.raises(UserError, match="prompt 0 goes on from token id 4000, the model has 128"):
+            rollout(policy, [branch], n=1, **SMALL)
 
 
 def state_of(model: PreTrainedModel) -> list[Any]:
@@ -332,9 +406,45 @@ class TestPolicy:
         with model.disable_adapter():
             assert_same(samples(rollout(model, prompts(2), n=2, **SMALL)), plain)
 
+    def test_adapters_that_are_at_work_behind_some_tokens_only_are_refused(self) -> None:
+        peft = pytest.importorskip("peft")
+        config = peft.LoraConfig(
+            task_type="CAUSAL_LM", r=4, target_modules=["q_proj"], alora_invocation_tokens=[20, 21]
+        )
+        with pytest.raises(UserError, match="alora_invocation_tokens"):
+            rollout(peft.get_peft_model(FAMILIES["llama"](), config), prompts(1), n=1, **SMALL)
+
+    def test_mismatch_shows_what_a_wrapper_does_to_the_forward_pass(self) -> None:
+        peft = pytest.importorskip("peft")
+        model = peft.get_peft_model(FAMILIES["llama"](), peft.LoraConfig(r=4, target_modules=["q_proj"]))
+        batch = rollout(model, prompts(2), n=2, **SMALL)
+        assert batchkv.mismatch(model, batch).max_abs < 1e-4
+        plain = model.forward
+        model.forward = torch.autocast("cpu", torch.bfloat16)(plain)  # as accelerate's mixed precision does
+        assert batchkv.mismatch(model, batch).max_abs > 1e-3
+
+    def test_random_numbers_and_defaults_of_the_process_stay_as_they_are(self) -> None:
+        before = torch.get_rng_state()
+        with torch.device("meta"):
+            tiny_model(CONFIGS["llama"]())
+        assert torch.equal(before, torch.get_rng_state())
+
+    def test_threads_wait_for_each_other(self) -> None:
+        model = FAMILIES["gemma2"]()
+        model.train()
+        expected = samples(rollout(model, prompts(3), n=4, **SMALL))
+        with ThreadPoolExecutor(3) as pool:
+            batches = [pool.submit(rollout, model, prompts(3), n=4, **SMALL) for _ in range(6)]
+        for batch in batches:
+            assert_same(samples(batch.result()), expected)
+        assert model.training
+        model(torch.tensor([[1, 2]]))
+
     def test_what_is_no_model_is_refused(self) -> None:
         with pytest.raises(UserError, match="must be a transformers model"):
             rollout(nn.Linear(2, 2), prompts(1), n=1)
+        with pytest.raises(UserError, match=r"the policy is the name 'smollm2', must be a model.*batchkv.Engine"):
+            rollout("smollm2", prompts(1), n=1)  # type: ignore[arg-type]
 
     def test_weights_that_are_not_here_are_refused_with_the_fix(self) -> None:
         model = FAMILIES["llama"]()
@@ -414,6 +524,38 @@ class TestSession:
             assert_same(
                 samples(session.rollout(prompts(2), n=2, **SMALL)), samples(rollout(policy, prompts(2), n=2, **SMALL))
             )
+
+    def test_a_closed_one_samples_no_more(self, policy: PreTrainedModel) -> None:
+        with Session(policy) as session:
+            session.rollout(prompts(1), n=1, **SMALL)
+        for use in (lambda: session.rollout(prompts(1), n=1, **SMALL), session.refresh):
+            with pytest.raises(UserError, match="the session is closed"):
+                use()
+        assert session._kv is None
+
+    def test_refresh_looks_at_the_module_anew(self) -> None:
+        model = FAMILIES["llama"]().to(torch.bfloat16)
+        with Session(model) as session:
+            session.rollout(prompts(1), n=1, **SMALL)
+            model.float()
+            model.resize_token_embeddings(200)
+            session.refresh()
+            batch = session.rollout([[150, 199, 7]], n=2, **SMALL)
+        assert_own_logprobs(model, batch)
+
+    def test_conversations_do_not_pile_up(self, policy: PreTrainedModel) -> None:
+        with Session(policy) as session:
+            session.rollout(prompts(2), n=2, environment=lambda turn: [7], max_turns=2, stop_token_ids=[50], **SMALL)
+            assert session._kv is None
+
+    def test_what_belongs_to_the_session_is_not_asked_of_a_rollout(self, policy: PreTrainedModel) -> None:
+        with pytest.raises(TypeError, match="Session has no parameter 'max_tokens'"):
+            Session(policy, max_tokens=4)
+        with (
+            Session(policy) as session,
+            pytest.raises(TypeError, match=r"Session.rollout has no parameter 'kv_memory'"),
+        ):
+            session.rollout(prompts(1), kv_memory="1GiB")
 
     def test_an_engine_is_a_policy_too(self, policy: PreTrainedModel) -> None:
         engine = batchkv.Engine(policy)

@@ -12,6 +12,7 @@ from transformers import PreTrainedModel
 
 import batchkv
 from batchkv.errors import UserError
+from batchkv.model_support import tiny_model
 from batchkv.rl.environment import Turn
 from batchkv.rl.rollout_batch import RolloutBatch
 from batchkv.rl.scoring import score
@@ -26,7 +27,7 @@ from tests.parity.test_rollout import (
     prompts,
     samples,
 )
-from tests.tiny_models import FAMILIES, tiny_tokenizer
+from tests.tiny_models import CONFIGS, FAMILIES, tiny_tokenizer
 
 ENDS = list(range(6, 20))  # so that some turns end soon
 FAMILY = pytest.mark.parametrize("family", ["llama", "gemma2"])
@@ -138,6 +139,24 @@ class TestTurns:
         with pytest.raises(UserError, match=f"sample . of prompt .*{says}"):
             rollout(FAMILIES["llama"](), prompts(2), n=2, stop_token_ids=ENDS, environment=lambda turn: reply, **SMALL)
 
+    def test_what_an_environment_is_shown_cannot_be_written_to(self) -> None:
+        def environment(turn: Turn) -> None:
+            with pytest.raises(ValueError, match="read-only"):
+                turn.token_ids[:] = 9
+
+        model = FAMILIES["llama"]()
+        batch = rollout(model, prompts(2), n=2, stop_token_ids=ENDS, environment=environment, **SMALL)
+        assert_own_logprobs(model, batch)
+
+    def test_replies_can_be_arrays_and_tensors(self) -> None:
+        model, plain = FAMILIES["llama"](), None
+        for reply in ([7, 8], np.array([7, 8]), torch.tensor([7, 8])):
+            batch = rollout(
+                model, prompts(2), n=2, stop_token_ids=ENDS, environment=lambda turn, r=reply: r, max_turns=2, **SMALL
+            )
+            plain = plain or samples(batch)
+            assert_same(samples(batch), plain)
+
     def test_conversations_end_with_the_context(self) -> None:
         model = FAMILIES["llama"]()
         batch = rollout(model, prompts(2), n=2, stop_token_ids=ENDS, environment=lambda turn: [50] * 300, **SMALL)
@@ -145,8 +164,15 @@ class TestTurns:
             *(cells(batch, c) for c in ("token_ids", "env_mask", "finish_reason")), strict=True
         ):
             assert 30 + len(ids) <= 512
-            assert mask[-1] == 1
-            assert reason == ("stop" if ids[-1] in ENDS else "length")
+            if 30 + len(ids) == 512:  # a reply that did not fit is there as far as it did
+                assert (mask[-1], reason) == (0, "length")
+            else:
+                assert mask[-1] == 1
+                assert reason == ("stop" if ids[-1] in ENDS else "length")
+        assert any(len(ids) == 482 for ids in cells(batch, "token_ids"))
+        again = rollout(model, batch.unfinished(length_ends=False), max_tokens=1, seed=3)
+        assert {482} & set(map(len, cells(again, "token_ids")))
+        assert_own_logprobs(model, batch)
 
 
 class TestForks:
@@ -290,7 +316,7 @@ class TestRecordedSampling:
         model = FAMILIES["llama"]()
         options: dict[str, Any] = {"stop_token_ids": ENDS, "top_p": 0.9017, "record_sampling": True, **SMALL}
         first = rollout(model, prompts(2), n=3, **options)
-        cut = first.unfinished()
+        cut = first.unfinished(length_ends=False)
         assert cut
         fork = first.fork(0, 2, 2)
         batch = rollout(model, [*cut, fork, prompts(3)[2]], n=1, **options, step=1)
@@ -303,7 +329,7 @@ class TestRecordedSampling:
     def test_a_sample_that_was_not_recorded_from_the_start_is_refused(self) -> None:
         model = FAMILIES["llama"]()
         plain = rollout(model, prompts(2), n=2, **SMALL)
-        for branch in (plain.unfinished()[0], plain.fork(1, 3, 2)):
+        for branch in (plain.unfinished(length_ends=False)[0], plain.fork(1, 3, 2)):
             with pytest.raises(UserError, match=r"prompt 1 goes on from tokens .*without record_sampling"):
                 rollout(model, [prompts(1)[0], branch], n=1, record_sampling=True, **SMALL)
         anew = rollout(model, [plain.fork(1, 0, 2)], record_sampling=True, **SMALL)  # nothing to go on from
@@ -312,9 +338,19 @@ class TestRecordedSampling:
     def test_a_record_ends_where_it_is_not_asked_for(self) -> None:
         model = FAMILIES["llama"]()
         first = rollout(model, [[50] * 500, prompts(1)[0]], n=1, record_sampling=True, **SMALL)
-        batch = rollout(model, [*first.unfinished(), first.fork(1, 4, 1)], **SMALL)
+        batch = rollout(model, [*first.unfinished(length_ends=False), first.fork(1, 4, 1)], **SMALL)
         assert len(batch) == 3  # one of them full
         assert not {"sampling_logprobs", "entropies", "kept_token_ids"} & set(batch.table.column_names)
+
+
+@pytest.mark.parametrize("returned", [3, [(1, 0)], [(1,)], [(1, "2")]])
+def test_what_a_branching_returns_has_to_be_pairs(returned: Any) -> None:
+    with pytest.raises(ValueError, match="branching returned"):
+        rollout(FAMILIES["llama"](), prompts(1), n=1, branching=lambda one: returned, **SMALL)
+
+
+def test_a_branching_that_returns_none_forks_nothing() -> None:
+    assert len(rollout(FAMILIES["llama"](), prompts(1), n=2, branching=lambda one: None, **SMALL)) == 2
 
 
 class TestUnfinished:
@@ -322,7 +358,8 @@ class TestUnfinished:
     def test_samples_that_were_cut_off_go_on_with_their_versions(self, family: str) -> None:
         model = FAMILIES[family]()
         first = rollout(model, prompts(2), n=3, stop_token_ids=ENDS, **SMALL, step=4)
-        batch = rollout(model, [*first.unfinished(), prompts(3)[2]], n=1, stop_token_ids=ENDS, **SMALL, step=5)
+        going = first.unfinished(length_ends=False)
+        batch = rollout(model, [*going, prompts(3)[2]], n=1, stop_token_ids=ENDS, **SMALL, step=5)
         cut = [row for row, is_cut in enumerate(cells(first, "truncated")) if is_cut]
         assert cut
         for place, row in enumerate(cut):
@@ -335,20 +372,78 @@ class TestUnfinished:
         assert set(cells(batch, "weight_version")) == {5}
         assert_own_logprobs(model, batch)
 
+    def test_samples_of_a_prompt_that_go_on_are_a_group_again(self) -> None:
+        model = FAMILIES["llama"]()
+        options: dict[str, Any] = {"stop_token_ids": ENDS, "seed": 3, "max_tokens": 60}
+        first = rollout(model, prompts(3), n=4, oversample=4, **options)
+        going = first.unfinished()
+        second = rollout(model, [*going, prompts(5)[4]], n=2, **options, step=1)
+        rows, prompt = cells(second, "row"), cells(second, "prompt_index")
+        assert len(set(zip(rows, prompt, strict=True))) == len(set(rows)) == len(set(prompt))
+        whole = batchkv.RolloutBatch.concat([first.finished(), second])
+        assert sorted(cells(whole, "prompt_index")) == [0] * 8 + [1] * 8 + [2] * 8 + [3] * 2
+        assert cells(whole, "sample_index") == [*range(8)] * 3 + [0, 1]
+        one_more = rollout(model, going, **options, step=1, enough=lambda done: True)
+        assert len(
+            {
+                row
+                for row, end in zip(cells(one_more, "row"), cells(one_more, "finish_reason"), strict=True)
+                if end != "abort"
+            }
+        ) == len(set(cells(one_more, "row")))
+        assert "abort" in cells(one_more, "finish_reason")
+
+    def test_forks_with_the_same_numbers_are_groups_of_their_own(self) -> None:
+        model = FAMILIES["llama"]()
+        first = rollout(model, prompts(1), n=2, **SMALL)
+        batch = rollout(model, [first.fork(0, 3, 2), first.fork(1, 5, 2)], **SMALL)
+        places = list(zip(cells(batch, "prompt_index"), cells(batch, "sample_index"), strict=True))
+        assert places == [(0, 0), (0, 1), (1, 0), (1, 1)]
+
     def test_a_sample_that_fills_the_context_stays_as_it_is(self) -> None:
         model = FAMILIES["llama"]()
         first = rollout(model, [[50] * 500], n=2, **SMALL)
-        again = rollout(model, first.unfinished(), **SMALL)
+        again = rollout(model, first.unfinished(length_ends=False), **SMALL)
         assert cells(again, "token_ids") == cells(first, "token_ids")
         assert cells(again, "finish_reason") == ["length"] * 2
 
-    def test_a_turn_that_ended_is_not_gone_on_with_where_there_was_no_room_for_a_reply(self) -> None:
+    def test_a_conversation_without_room_for_a_reply_was_cut_off_and_stays_as_it_is(self) -> None:
+        model = FAMILIES["llama"]()
+        options: dict[str, Any] = {"stop_token_ids": ENDS, "environment": lambda turn: [50] * 490, **SMALL}
+        batch = rollout(model, prompts(2), n=4, **options)
+        is_full = [len(ids) == 482 for ids in cells(batch, "token_ids")]
+        assert any(is_full)
+        assert cells(batch, "truncated") == [True] * 8
+        again = rollout(model, batch.unfinished(length_ends=False), **options)
+        for row in np.flatnonzero(is_full).tolist():
+            assert cells(again, "token_ids")[row] == cells(batch, "token_ids")[row]
+
+    def test_the_order_of_samples_that_go_on_changes_nothing(self) -> None:
+        model = FAMILIES["llama"]()
+        first = rollout(model, prompts(1), n=40, max_tokens=1, seed=1)  # many begin alike
+        going = first.unfinished(length_ends=False)
+        forward, backward = (rollout(model, some, max_tokens=4) for some in (going, going[::-1]))
+        assert_same(samples(forward), samples(backward))
+        assert len(samples(forward)) == 40
+
+    def test_forks_of_a_row_are_all_different_wherever_they_stand(self) -> None:
+        model = FAMILIES["llama"]()
+        first = rollout(model, prompts(1), n=1, max_tokens=6)
         batch = rollout(
-            FAMILIES["llama"](), prompts(2), n=4, stop_token_ids=ENDS, environment=lambda turn: [50] * 490, **SMALL
+            model,
+            [first.fork(0, 2, 2), *first.unfinished(length_ends=False)],
+            max_tokens=6,
+            branching=lambda one: [(2, 2)] if one.forked_from < 0 else None,
         )
-        ended = [reason for reason in cells(batch, "finish_reason") if reason == "stop"]
-        assert ended
-        assert len(batch.unfinished()) == 8 - len(ended)
+        assert len({tuple(ids) for ids in cells(batch, "token_ids")}) == len(batch)
+
+    def test_a_branch_of_a_prompt_that_fills_another_models_context_is_refused(self) -> None:
+        config = CONFIGS["llama"]()
+        config.max_position_embeddings = 16
+        first = rollout(FAMILIES["llama"](), prompts(1), n=1, **SMALL)
+        for at_token in (0, 3):
+            with pytest.raises(UserError, match="prompt 0 has 30 tokens, but the model's context of 16 must hold it"):
+                rollout(tiny_model(config), [first.fork(0, at_token, 2)], **SMALL)
 
 
 class TestTree:

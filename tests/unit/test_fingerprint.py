@@ -31,6 +31,36 @@ def test_the_same_model_has_the_same_mark_whatever_the_number_of_threads(model: 
     assert marks == {model_fingerprint(FAMILIES["llama"]())}
 
 
+@pytest.mark.parametrize("elements", [0, 1, 3, 2047, 2048, 2049, 5000])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int8, torch.bool])
+def test_each_element_of_a_tensor_of_any_size_counts(model: PreTrainedModel, elements: int, dtype: torch.dtype) -> None:
+    odd = torch.zeros(elements + 1, dtype=dtype)[1:]  # its memory begins at no word
+    model.register_buffer("more", odd)
+    marks = {model_fingerprint(model)}
+    for place in {0, elements // 2, elements - 1} if elements else ():
+        odd[place] = 1
+        marks.add(model_fingerprint(model))
+    assert len(marks) == 1 + len({0, elements // 2, elements - 1} if elements else ())
+
+
+def test_what_changes_no_result_changes_no_mark(model: PreTrainedModel) -> None:
+    before = model_fingerprint(model)
+    model.config.use_cache = not model.config.use_cache
+    assert model_fingerprint(model) == before
+
+
+def test_what_a_module_keeps_besides_its_tensors_is_no_hindrance(model: PreTrainedModel) -> None:
+    class WithState(torch.nn.Identity):
+        def get_extra_state(self) -> dict[str, int]:
+            return {"scale": 3}
+
+        def set_extra_state(self, state: Any) -> None:
+            pass
+
+    model.add_module("more", WithState())
+    assert model_fingerprint(model)
+
+
 def test_a_tensor_that_lies_otherwise_in_memory_is_the_same(model: PreTrainedModel) -> None:
     before = model_fingerprint(model)
     weight = model.get_parameter("model.layers.0.self_attn.q_proj.weight")
@@ -56,7 +86,13 @@ def not_finite(weight: torch.Tensor) -> None:
     weight[0, 0] = float("nan")
 
 
-@pytest.mark.parametrize("change", [last_bit, two_exchanged, other_sign_of_zero, not_finite])
+def two_that_cancel(weight: torch.Tensor) -> None:
+    flat = weight.view(torch.int32).flatten()
+    flat[len(flat) // 3] += 5
+    flat[len(flat) // 2] -= 5
+
+
+@pytest.mark.parametrize("change", [last_bit, two_exchanged, two_that_cancel, other_sign_of_zero, not_finite])
 @pytest.mark.parametrize("name", ["model.embed_tokens.weight", "model.layers.1.mlp.down_proj.weight"])
 def test_a_small_change_of_a_weight_is_seen(
     model: PreTrainedModel, name: str, change: Callable[[torch.Tensor], None]

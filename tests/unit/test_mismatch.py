@@ -15,8 +15,9 @@ from transformers import PreTrainedModel
 from batchkv.engine import Engine
 from batchkv.errors import UserError
 from batchkv.rl import mismatch as module
+from batchkv.rl.batch_schema import SCHEMA
 from batchkv.rl.mismatch import Mismatch, mismatch
-from batchkv.rl.rollout_batch import SCHEMA, RolloutBatch
+from batchkv.rl.rollout_batch import RolloutBatch
 from batchkv.sampling_params import SamplingParams
 from tests.tiny_models import FAMILIES, VOCAB_SIZE
 

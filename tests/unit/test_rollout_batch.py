@@ -11,8 +11,9 @@ import pytest
 import torch
 
 from batchkv.rl import sampling_columns
+from batchkv.rl.batch_schema import OPTIONAL_SCHEMA, SCHEMA
 from batchkv.rl.ragged import Ragged
-from batchkv.rl.rollout_batch import SCHEMA, RolloutBatch
+from batchkv.rl.rollout_batch import RolloutBatch
 from batchkv.sampling_record import SamplingRecord
 
 PAD = 9  # also the end token of the samples: masks must not be made from ids
@@ -93,6 +94,77 @@ def test_tensors_are_copies(batch: RolloutBatch) -> None:
         for tensor in export.values():
             tensor.zero_()
     assert batch.to_trl()["completion_ids"] == [SHORT["token_ids"], TURNS["token_ids"]]
+
+
+# --- finished and not --------------------------------------------------------------------------------------------
+
+
+def group(*reasons: str, prompt: int = 0, row: int = 0) -> list[dict[str, Any]]:
+    """Samples of a prompt that ended so."""
+    own = {"prompt_index": prompt, "row": row, "forked_from": -1, "forked_at": 0}
+    return [
+        SHORT | own | {"finish_reason": reason, "sample_index": sample, "token_versions": [3, 4]}
+        for sample, reason in enumerate(reasons)
+    ]
+
+
+def rolled_out(*rows: dict[str, Any]) -> RolloutBatch:
+    table = table_of(*rows)
+    for name in ("row", "token_versions", "forked_from", "forked_at"):
+        table = table.append_column(
+            OPTIONAL_SCHEMA.field(name), pa.array([row[name] for row in rows]).cast(OPTIONAL_SCHEMA.field(name).type)
+        )
+    return RolloutBatch(table, PAD)
+
+
+@pytest.mark.parametrize("length_ends", [True, False])
+def test_a_sample_is_finished_or_not(length_ends: bool) -> None:
+    batch = rolled_out(*group("stop", "length", "abort", "stop"))
+    done = batch.finished(length_ends=length_ends).table["sample_index"].to_pylist()
+    going = [sample for branch in batch.unfinished(length_ends=length_ends) for sample in branch.samples]
+    assert done == ([0, 1, 3] if length_ends else [0, 3])
+    assert sorted(done + going) == [0, 1, 2, 3]
+
+
+def test_so_many_finished_samples_of_each_prompt_can_be_taken() -> None:
+    rows = [*group("abort", "stop", "stop", "length"), *group("stop", "abort", prompt=1, row=1)]
+    batch = rolled_out(*rows[::-1])
+    taken = batch.finished(most=2).table
+    assert taken["prompt_index"].to_pylist() == [1, 0, 0]
+    assert taken["sample_index"].to_pylist() == [0, 2, 1]
+
+
+def test_samples_of_a_row_in_several_batches_are_joined() -> None:
+    first = rolled_out(*group("stop", "abort", row=7), *group("abort", "abort", prompt=1, row=3))
+    later = rolled_out(*group("stop", "stop", row=3), *group("stop", "stop", row=7)[1:])
+    joined = RolloutBatch.concat([first.finished(), later])
+    assert joined.table["row"].to_pylist() == [7, 7, 3, 3]
+    assert joined.table["prompt_index"].to_pylist() == [0, 0, 1, 1]
+    assert joined.table["sample_index"].to_pylist() == [0, 1, 0, 1]
+    assert joined.token_versions.lists() == [[3, 4]] * 4
+
+
+def test_what_cannot_be_joined_is_refused() -> None:
+    batch = rolled_out(*group("stop", row=7))
+    with pytest.raises(ValueError, match="sample 0 of row 7 is there twice"):
+        RolloutBatch.concat([batch, batch])
+    with pytest.raises(ValueError, match=r"temperatures \[0.5, 1.0\], must be one"):
+        RolloutBatch.concat([batch, RolloutBatch(batch.table, PAD, 0.5)])
+    with pytest.raises(ValueError, match="no column row"):
+        RolloutBatch.concat([batch_of(SHORT)])
+    with pytest.raises(ValueError, match="there are no batches"):
+        RolloutBatch.concat([])
+
+
+def test_it_is_shown_in_a_line(batch: RolloutBatch) -> None:
+    assert repr(batch) == "RolloutBatch(2 samples of 2 prompts, 7 tokens behind them)"
+
+
+def test_rows_that_are_not_there_are_refused() -> None:
+    batch = rolled_out(*group("stop"))
+    for row in (-1, 1):
+        with pytest.raises(ValueError, match=f"sample {row} must be a row of the batch, from 0 to 0"):
+            batch.trajectory(row)
 
 
 # --- TRL -------------------------------------------------------------------------------------------------------
