@@ -324,7 +324,7 @@ def completions(trainer: Any, prompts: list[Any]) -> list[list[int]]:
 
 def first_call(trainer: Any, prompts: list[Any], *, step: int) -> list[list[int]]:
     """Completions of the first call in a step: there was another one before."""
-    trainer.state.global_step = -1
+    trainer.state.global_step = 1_000_000
     completions(trainer, [])
     trainer.state.global_step = step
     return completions(trainer, prompts)
