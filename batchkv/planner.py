@@ -98,8 +98,8 @@ def _behind_context(wave: Wave, limits: Limits) -> dict[int, RowError]:
     return {
         request: RowError(
             "too_long",
-            f"the prompt with a choice has {wave.arena.lengths[request] + 1} tokens, but the model's context of "
-            f"{limits.context_length} must hold all but the last",
+            f"the prompt and what is scored behind it have {wave.arena.lengths[request] + 1} tokens, but the model's "
+            f"context of {limits.context_length} must hold all but the last",
         )
         for request in too_long.tolist()
     }

@@ -53,7 +53,7 @@ def tokenize(
     if prompts.texts.null_count == len(prompts) and not prompts.conversations:
         return prompts.token_ids, {}
     if tokenizer is None:
-        raise UserError("without a tokenizer only prompt_token_ids can be run: name one with --tokenizer")
+        raise UserError("without a tokenizer only prompt_token_ids can be run: name one (--tokenizer, tokenizer=)")
     rendered, errors = render_conversations(prompts.conversations, tokenizer)
     arenas: list[TokenArena] = []
     source = np.full(len(prompts), -1, np.int64)  # where each row is in `arenas`, one after the other
@@ -155,7 +155,7 @@ def continuation_ids(continuations: Sequence[str | TokenIds], tokenizer: Tokeniz
     """
     texts = list(dict.fromkeys(one for one in continuations if isinstance(one, str)))
     if texts and tokenizer is None:
-        raise UserError("without a tokenizer only token ids can be run: name one with --tokenizer")
+        raise UserError("without a tokenizer only token ids can be run: name one (--tokenizer, tokenizer=)")
     ids_of: dict[str, TokenIds] = {}
     for start in range(0, len(texts), BATCH_TEXTS):
         part = texts[start : start + BATCH_TEXTS]
