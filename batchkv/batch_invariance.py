@@ -11,8 +11,10 @@ from collections.abc import Callable
 
 import torch
 from torch import nn
+from transformers import PreTrainedModel
 
-from batchkv.packed_linear import PackedLinear
+from batchkv.model_runner import alone_with
+from batchkv.packed_linear import PackedLinear, with_onednn
 
 _MULTIPLES = (16, 32)  # filling up to more rows than this would cost time
 _MOST_PRODUCT_ROWS = 128
@@ -29,7 +31,7 @@ _found: dict[tuple[frozenset[_Signature], int], int | None] = {}  # by layers an
 
 
 @torch.inference_mode()
-def row_multiple(model: nn.Module) -> int | None:
+def row_multiple(model: PreTrainedModel) -> int | None:
     """A number any multiple of which, as rows of a step, gives each row the same bits; tried on the model's weights.
 
     It holds for the number of threads that torch has now. Layers that are alike are tried once in a process.
@@ -43,7 +45,8 @@ def row_multiple(model: nn.Module) -> int | None:
     linears = {_signature(m): m for m in model.modules() if isinstance(m, (nn.Linear, PackedLinear))}
     key = frozenset(linears), torch.get_num_threads()
     if key not in _found:
-        _found[key] = _tried_multiple(list(linears.values()))
+        with alone_with(model), with_onednn(model):  # as when the model is run
+            _found[key] = _tried_multiple(list(linears.values()))
     return _found[key]
 
 

@@ -19,6 +19,7 @@ from batchkv.attention import IMPLEMENTATION, StepAttention
 from batchkv.errors import UserError
 from batchkv.kernels.attention import AttentionBackend
 from batchkv.kv_layout import KVLayout, LayerSpec
+from batchkv.packed_linear import with_onednn
 from batchkv.step import AttentionBatch, Step
 from batchkv.transfers import to_device
 
@@ -203,8 +204,8 @@ def alone_with(model: PreTrainedModel) -> Iterator[None]:
 
 @contextmanager
 def paged_attention_of(model: PreTrainedModel) -> Iterator[None]:
-    """The model in evaluation mode with our attention; as it was before, afterwards. Other threads wait."""
-    with alone_with(model):
+    """The model in evaluation mode with our attention and oneDNN's products; as it was, afterwards. Others wait."""
+    with alone_with(model), with_onednn(model):
         yield from _with_paged_attention(model)
 
 

@@ -1,14 +1,56 @@
-"""Linear layers with their weights in the order in which a CPU's matrix products read them.
+"""Linear layers by oneDNN's matrix products, and with their weights in the order in which these read them.
 
 oneDNN otherwise brings them into that order in every call, which costs a third of the time of a product and more when
 there are few rows. A packed layer takes the place of its module in a model that the engine has loaded itself; the
-weights of a live module are never copied.
+weights of a live module are never copied: there only the product is another one, for the time.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+
 import torch
 from torch import nn
+
+
+@contextmanager
+def with_onednn(model: nn.Module) -> Iterator[None]:
+    """Linear layers of a live model in float32 on a CPU compute by oneDNN, on their weights as they are. torch takes
+    MKL, which needs a fifth more time for 256 rows, and almost twice as much over a vocabulary (measured on an AMD EPYC
+    with AVX2).
+
+    Layers of other kinds, and those whose instance has a `forward` of its own, are left alone.
+    """
+    layers = [
+        module
+        for module in model.modules()
+        if type(module) is nn.Linear
+        and "forward" not in vars(module)
+        and module.weight.dtype == torch.float32
+        and _can_pack(module.weight)
+    ]
+    try:
+        for layer in layers:
+            layer.forward = partial(_product, layer)  # type: ignore[method-assign]
+        yield
+    finally:
+        for layer in layers:
+            vars(layer).pop("forward", None)
+
+
+def _product(layer: nn.Linear, rows: torch.Tensor) -> torch.Tensor:
+    """What `layer` computes of [..., in_features]."""
+    if torch.is_autocast_enabled("cpu") or rows.dtype != layer.weight.dtype:
+        return nn.functional.linear(rows, layer.weight, layer.bias)
+    return _pointwise(rows, layer.weight, layer.bias)
+
+
+def _pointwise(rows: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    """oneDNN's product; the weight may be packed."""
+    out: torch.Tensor = torch.ops.mkldnn._linear_pointwise(rows, weight, bias, "none", [], "")
+    return out
 
 
 def pack_linears(model: nn.Module) -> None:
@@ -58,8 +100,7 @@ class PackedLinear(nn.Module):
     @torch.no_grad()
     def forward(self, rows: torch.Tensor) -> torch.Tensor:
         """[..., in_features] to [..., out_features]."""
-        out: torch.Tensor = torch.ops.mkldnn._linear_pointwise(rows, self.packed, self.bias, "none", [], "")
-        return out
+        return _pointwise(rows, self.packed, self.bias)
 
     def extra_repr(self) -> str:
         return f"in_features={self.in_features}, out_features={self.out_features}, bias={self.bias is not None}"

@@ -12,7 +12,7 @@ from transformers import LlamaForCausalLM
 
 from batchkv import parity_probe
 from batchkv.engine import Engine
-from batchkv.packed_linear import PackedLinear, is_packed, pack_linears
+from batchkv.packed_linear import PackedLinear, is_packed, pack_linears, with_onednn
 from tests.tiny_models import FAMILIES, save_tiny
 
 needs_onednn = pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="torch without oneDNN")
@@ -39,6 +39,42 @@ def test_layers_that_are_more_than_linear_and_other_dtypes_stay_as_they_are() ->
     before = list(model)
     pack_linears(model)
     assert list(model) == before
+
+
+@needs_onednn
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("shape", [(1, 40), (3, 40), (1, 300, 40), (0, 40)])
+def test_onednns_product_of_a_live_layer_is_that_of_the_layer(bias: bool, shape: tuple[int, ...]) -> None:
+    torch.manual_seed(0)
+    layer = nn.Linear(40, 56, bias=bias)
+    rows = torch.randn(shape)
+    expected, forward = layer(rows), layer.forward
+    with torch.inference_mode(), with_onednn(nn.Sequential(layer)):
+        assert layer.forward != forward
+        found = layer(rows)
+    assert torch.allclose(found, expected, atol=1e-5)
+    assert layer.forward == forward
+
+
+@needs_onednn
+def test_live_layers_are_as_they_were_also_after_an_error_and_in_one_another() -> None:
+    model = FAMILIES["llama"]()
+    weights = [parameter.data_ptr() for parameter in model.parameters()]
+    with pytest.raises(RuntimeError, match="in it"), with_onednn(model), with_onednn(model):
+        raise RuntimeError("in it")
+    assert not any("forward" in vars(module) for module in model.modules())
+    assert [parameter.data_ptr() for parameter in model.parameters()] == weights
+
+
+@needs_onednn
+def test_autocast_and_layers_with_a_forward_of_their_own_are_left_alone() -> None:
+    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+    own = model[1].forward = lambda rows: rows  # as hooks of accelerate do
+    with torch.no_grad(), with_onednn(model):
+        assert model[1].forward is own
+        with torch.autocast("cpu", torch.bfloat16):
+            assert model(torch.zeros(2, 8)).dtype == torch.bfloat16
+    assert model[1].forward is own
 
 
 @needs_onednn
