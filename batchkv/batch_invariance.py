@@ -13,7 +13,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from batchkv.model_runner import alone_with
+from batchkv.model_lock import alone_with
 from batchkv.packed_linear import PackedLinear, with_onednn
 
 _MULTIPLES = (16, 32)  # filling up to more rows than this would cost time

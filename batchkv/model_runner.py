@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
-from weakref import WeakKeyDictionary
 
 import numpy as np
 import numpy.typing as npt
@@ -19,6 +17,7 @@ from batchkv.attention import IMPLEMENTATION, StepAttention
 from batchkv.errors import UserError
 from batchkv.kernels.attention import AttentionBackend
 from batchkv.kv_layout import KVLayout, LayerSpec
+from batchkv.model_lock import alone_with
 from batchkv.packed_linear import with_onednn
 from batchkv.step import AttentionBatch, Step
 from batchkv.transfers import to_device
@@ -188,27 +187,14 @@ def _input_ids(prepared: PreparedStep, previous_tokens: torch.Tensor | None) -> 
     return torch.where(sources < 0, prepared.token_ids, previous_tokens[sources.clamp(min=0)])
 
 
-# Of each model that has been run. Whoever runs it changes its attention and mode for the time.
-_LOCKS: WeakKeyDictionary[PreTrainedModel, threading.RLock] = WeakKeyDictionary()
-_LOCKS_LOCK = threading.Lock()
-
-
 @contextmanager
-def alone_with(model: PreTrainedModel) -> Iterator[None]:
-    """Other threads that want to run the model wait; the same one may run it once more inside."""
-    with _LOCKS_LOCK:
-        lock = _LOCKS.setdefault(model, threading.RLock())
-    with lock:
+def paged_attention_of(model: PreTrainedModel) -> Iterator[None]:
+    """The model in evaluation mode with our attention and oneDNN's products; as it was, afterwards. Others wait."""
+    with alone_with(model), with_onednn(model), _with_paged_attention(model):
         yield
 
 
 @contextmanager
-def paged_attention_of(model: PreTrainedModel) -> Iterator[None]:
-    """The model in evaluation mode with our attention and oneDNN's products; as it was, afterwards. Others wait."""
-    with alone_with(model), with_onednn(model):
-        yield from _with_paged_attention(model)
-
-
 def _with_paged_attention(model: PreTrainedModel) -> Iterator[None]:
     implementation = model.config._attn_implementation
     was_training = [(module, module.training) for module in model.modules()]

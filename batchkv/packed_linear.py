@@ -23,14 +23,7 @@ def with_onednn(model: nn.Module) -> Iterator[None]:
 
     Layers of other kinds, and those whose instance has a `forward` of its own, are left alone.
     """
-    layers = [
-        module
-        for module in model.modules()
-        if type(module) is nn.Linear
-        and "forward" not in vars(module)
-        and module.weight.dtype == torch.float32
-        and _can_pack(module.weight)
-    ]
+    layers = [module for module in model.modules() if type(module) is nn.Linear and _takes_onednn(module)]
     try:
         for layer in layers:
             layer.forward = partial(_product, layer)  # type: ignore[method-assign]
@@ -38,6 +31,13 @@ def with_onednn(model: nn.Module) -> Iterator[None]:
     finally:
         for layer in layers:
             vars(layer).pop("forward", None)
+
+
+def _takes_onednn(layer: nn.Linear) -> bool:
+    """Whether nothing about a layer is out of the ordinary. (oneDNN reads biases as if they were contiguous.)"""
+    is_plain = type(layer.weight) is nn.Parameter and "forward" not in vars(layer)
+    has_plain_bias = layer.bias is None or (type(layer.bias) is nn.Parameter and layer.bias.is_contiguous())
+    return is_plain and has_plain_bias and layer.weight.dtype == torch.float32 and _can_pack(layer.weight)
 
 
 def _product(layer: nn.Linear, rows: torch.Tensor) -> torch.Tensor:

@@ -5,11 +5,11 @@ from __future__ import annotations
 import difflib
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, fields
-from numbers import Integral, Real
+from numbers import Real
 from typing import Any
 
 from batchkv.config import EngineConfig
-from batchkv.rl.branching import Branching
+from batchkv.rl.branching import Branching, is_integer
 from batchkv.rl.environment import Environment
 from batchkv.rl.generation import Draw, Earlier
 from batchkv.rl.groups import Enough, at_least
@@ -71,13 +71,14 @@ class Asked:
         for name, least in _LEAST.items():
             self._require(name, getattr(self, name) >= least, f"at least {least}")
         self._require("seed", -(1 << 63) <= self.seed < 1 << 64, "a 64-bit integer")
+        self._require("step", self.step < 1 << 63, "an integer of 63 bits")
         self._require("rows", all(0 <= row < 1 << 63 for row in self.rows or ()), "integers of 63 bits, from 0")
         object.__setattr__(self, "seed", self.seed % (1 << 64))  # as the batch has it
 
     def _make_plain(self) -> None:
         """Numbers of numpy, arrays and tensors become Python's own."""
         for name in _INTEGERS:
-            self._require(name, _is_integer(getattr(self, name)), "an integer")
+            self._require(name, is_integer(getattr(self, name)), "an integer")
             object.__setattr__(self, name, int(getattr(self, name)))
         for name in _INTEGER_LISTS:
             if (values := getattr(self, name)) is not None:
@@ -129,21 +130,13 @@ def check_names(given: Iterable[str], known: Collection[str], of: str) -> None:
     """
     for name in given:
         if name not in known:
-            meant = [_ELSEWHERE[name]] if name in _ELSEWHERE else difflib.get_close_matches(name, known, 1)
+            elsewhere = _ELSEWHERE.get(name)
+            meant = [elsewhere] if elsewhere in known else difflib.get_close_matches(name, known, 1)
             hint = f"is {meant[0]!r} meant?" if meant else f"there are {', '.join(known)}"
             raise TypeError(f"{of} has no parameter {name!r}: {hint}")
-
-
-def check_config(config: Iterable[str], of: str = "rollout") -> None:
-    """Raises TypeError if an argument is neither one of a rollout nor a field of `EngineConfig`."""
-    check_names((name for name in config if name not in OF_ENGINES), ASKED, of)
-
-
-def _is_integer(value: Any) -> bool:
-    return isinstance(value, Integral) and not isinstance(value, bool)
 
 
 def _are_integers(values: Any) -> bool:
     """Of lists and their like, arrays and tensors."""
     listed = values.tolist() if hasattr(values, "tolist") else values
-    return isinstance(listed, Collection) and all(map(_is_integer, listed))
+    return isinstance(listed, Collection) and all(map(is_integer, listed))

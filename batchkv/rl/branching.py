@@ -40,6 +40,7 @@ class Forks:
             self._fork(trajectory, at_token, n)
             for trajectory in done
             for at_token, n in _pairs(self._branching(trajectory))
+            if n > 0
         ]
 
     def _fork(self, trajectory: Trajectory, at_token: int, n: int) -> Branch:
@@ -50,10 +51,14 @@ class Forks:
 
 def _pairs(returned: Any) -> list[tuple[int, int]]:
     """Raises ValueError if it is something else."""
-    pairs = list(returned) if isinstance(returned, Iterable) else ([] if returned is None else [returned])
+    listed = returned.tolist() if hasattr(returned, "tolist") else returned
+    pairs = list(listed) if isinstance(listed, Iterable) else ([] if listed is None else [listed])
     for pair in pairs:
-        if not (isinstance(pair, (tuple, list)) and len(pair) == 2 and all(isinstance(one, Integral) for one in pair)):
-            raise ValueError(f"branching returned {pair!r}, must return (token, samples) pairs, or None")
-        if pair[1] < 1:
-            raise ValueError(f"branching returned {pair!r}: samples must be at least 1")
+        if not (isinstance(pair, (tuple, list)) and len(pair) == 2 and all(map(is_integer, pair)) and pair[1] >= 0):
+            raise ValueError(f"branching returned {pair!r}, must return pairs of a token and a number of samples")
     return pairs
+
+
+def is_integer(value: Any) -> bool:
+    """Whether it is one, of Python or numpy; truth values are none."""
+    return isinstance(value, Integral) and not isinstance(value, bool)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from numbers import Integral
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -51,7 +50,7 @@ class Replies:
     """Asks the environment, and makes its replies tokens, each once.
 
     Args:
-        environment: called for every turn that ended with `stop`.
+        environment: called for every turn that ended with `stop`, but for the last one that there may be.
         engine: of the policy: its tokenizer, chat template and limits.
         max_turns: of a sample; after the last one the environment is not asked.
     """
@@ -104,10 +103,13 @@ class Replies:
             raise UserError(f"{where} is empty: return None where the sample is done")
         if isinstance(reply, str) or isinstance(reply[0], dict):
             return self._tokenized(reply, trajectory, where)
-        most = self._limits.vocab_size
-        if not all(isinstance(one, Integral) and 0 <= int(one) < most for one in reply):
-            raise UserError(f"{where} must be token ids from 0 to {most - 1}")
-        return np.array(reply, np.int32)
+        try:
+            ids = np.asarray(reply)
+        except ValueError:  # lists of different lengths
+            ids = np.array("no ids")
+        if ids.ndim != 1 or ids.dtype.kind not in "iu" or not (ids.min() >= 0 and ids.max() < self._limits.vocab_size):
+            raise UserError(f"{where} must be token ids from 0 to {self._limits.vocab_size - 1}")
+        return ids.astype(np.int32)
 
     def _tokenized(self, reply: Any, trajectory: Trajectory, where: str) -> TokenIds:
         if self._turns is None:

@@ -18,6 +18,7 @@ from transformers import PreTrainedModel
 
 from batchkv.engine import Engine
 from batchkv.errors import UserError
+from batchkv.model_lock import alone_with
 from batchkv.rl.policy import unwrap, whose_forward_trainers_call
 from batchkv.rl.rollout_batch import RolloutBatch
 from batchkv.rl.scoring import check_tokens, token_arena
@@ -109,7 +110,7 @@ def mismatch(
     outer = inner if isinstance(policy, Engine) else whose_forward_trainers_call(policy)
     check_tokens(token_arena(batch), len(inner.get_input_embeddings().get_parameter("weight")))
     logits_of = partial(_logits, outer, inner)
-    with _evaluating(outer):
+    with alone_with(inner), _evaluating(outer):
         differences = [_differences(logits_of, sample, temperature) for sample in _samples(batch, chosen)]
     return _summary(differences)
 

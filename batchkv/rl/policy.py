@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 
 from batchkv.engine import Engine
 from batchkv.errors import UserError
-from batchkv.model_runner import alone_with
+from batchkv.model_lock import alone_with
 
 _GATHER = (
     "gather a full state dict into a module of its own (torch.distributed.checkpoint.state_dict.get_model_state_dict "
@@ -127,12 +127,13 @@ def _check_parameters(model: PreTrainedModel) -> None:
 def left_as_it_was(model: PreTrainedModel) -> Iterator[None]:
     """Afterwards, also after an exception, a model is what it was but for what the engine itself restores (training
     mode and attention): layers that `module.compile()` had compiled in place are so again, and no buffer that was made
-    meanwhile would keep it from being trained. Other threads wait.
+    meanwhile would keep it from being trained. Other threads that come here wait.
     """
-    with alone_with(model):
-        yield from _left_as_it_was(model)
+    with alone_with(model), _left_as_it_was(model):
+        yield
 
 
+@contextmanager
 def _left_as_it_was(model: PreTrainedModel) -> Iterator[None]:
     compiled = [(module, module._compiled_call_impl) for module in model.modules() if _is_compiled(module)]
     for module, _ in compiled:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -32,6 +32,7 @@ def read_branches(
         UserError: a prompt cannot be run; names it.
     """
     _check_kinds(prompts)
+    prompts = list(prompts)
     new = [i for i, prompt in enumerate(prompts) if not isinstance(prompt, Branch)]
     if rows is not None:
         _check_rows(rows, len(prompts), new)
@@ -55,7 +56,7 @@ def _check_kinds(prompts: Any) -> None:
         raise UserError("prompts is one text, must be a list of prompts: put it into brackets")
     if isinstance(prompts, RolloutBatch):
         raise UserError("prompts is a RolloutBatch, must be a list: take branches of it (unfinished, fork)")
-    if not hasattr(prompts, "__getitem__") or not hasattr(prompts, "__len__"):
+    if isinstance(prompts, Mapping) or not hasattr(prompts, "__getitem__") or not hasattr(prompts, "__len__"):
         raise UserError(f"prompts is a {type(prompts).__name__}, must be a list of prompts")
     for i, prompt in enumerate(prompts):
         if isinstance(prompt, (list, tuple)) and any(isinstance(one, Branch) for one in prompt):
@@ -109,11 +110,16 @@ def _distinct(branches: list[Branch]) -> list[Branch]:
 
 
 def _grouped(branches: list[Branch]) -> list[Branch]:
-    """Branches of one row are of one prompt, the first of them, but for those that have a sample once more."""
-    found: dict[int, tuple[int, set[int]]] = {}
+    """Samples of one row that go on are of one prompt, the first of them, but for those that are there once more. Forks
+    of an earlier batch are on their own: their numbers are not those of the row's samples.
+    """
+    found: dict[tuple[int, bytes], tuple[int, set[int]]] = {}
     grouped = []
     for branch in branches:
-        prompt, samples = found.setdefault(branch.trunk.row, (branch.trunk.prompt_index, set()))
+        trunk = branch.trunk
+        is_fork = trunk.finish_reason is None and trunk.forked_from >= 0
+        key = trunk.row, trunk.prompt_token_ids.tobytes()
+        prompt, samples = (trunk.prompt_index, set()) if is_fork else found.setdefault(key, (trunk.prompt_index, set()))
         if samples.isdisjoint(branch.samples):
             samples.update(branch.samples)
             branch = branch.of_prompt(prompt)

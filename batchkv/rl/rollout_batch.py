@@ -77,11 +77,13 @@ class RolloutBatch:
         """Samples of several rollouts, those of one `row` as one prompt: what was finished, and what went on later.
 
         Rows are numbered anew (`prompt_index`) in the order in which they come, samples of a row are in theirs. Columns
-        that not all have are left out, and so are summaries.
+        that not all have are left out, and so are summaries. Prompts of several calls need rows of their own, so give
+        them (`rollout(..., rows=)`). Forks of an earlier batch have numbers that samples of their row have, too, and
+        cannot be joined with these.
 
         Raises:
-            ValueError: there are no batches, they were not drawn at one temperature, a batch has no column `row`, or
-                two have the same sample of a row.
+            ValueError: there are no batches, they were not drawn at one temperature, a batch has no column `row`, two
+                have the same sample of a row, or a row has two prompts.
         """
         if not batches:
             raise ValueError("there are no batches, must be at least one")
@@ -99,7 +101,11 @@ class RolloutBatch:
         is_twice = (np.diff(number[order]) == 0) & (np.diff(samples[order]) == 0)
         if is_twice.any():
             at = order[np.argmax(is_twice)]
-            raise ValueError(f"sample {samples[at]} of row {rows[at]} is there twice: leave one of them out")
+            raise ValueError(
+                f"sample {samples[at]} of row {rows[at]} is there twice: leave one of them out, or give the prompts of "
+                "each call rows of their own (rows=)"
+            )
+        _check_prompts(table, rows)
         table = table.set_column(names.index("prompt_index"), "prompt_index", pa.array(number)).take(order)
         return cls(table, batches[0].pad_token_id, batches[0].temperature)
 
@@ -261,3 +267,12 @@ class RolloutBatch:
     to_nemo_rl = exports.to_nemo_rl
     to_slime = exports.to_slime
     to_areal = exports.to_areal
+
+
+def _check_prompts(table: pa.Table, rows: npt.NDArray[np.int64]) -> None:
+    """Raises ValueError if one row has two prompts."""
+    prompts, of_row = Ragged.of(table["prompt_token_ids"]), dict[int, bytes]()
+    for place, row in enumerate(rows.tolist()):
+        prompt = prompts.row(place).tobytes()
+        if of_row.setdefault(row, prompt) != prompt:
+            raise ValueError(f"row {row} has two prompts: give the prompts of each call rows of their own (rows=)")

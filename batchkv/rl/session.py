@@ -15,7 +15,8 @@ from batchkv.errors import UserError
 from batchkv.fingerprint import model_fingerprint
 from batchkv.job_plan import PlanTotals
 from batchkv.metrics import RunMetrics
-from batchkv.rl.asked import ASKED, OF_ENGINES, Asked, check_config, check_names
+from batchkv.model_lock import alone_with
+from batchkv.rl.asked import ASKED, OF_ENGINES, Asked, check_names
 from batchkv.rl.branching import Branching, Forks
 from batchkv.rl.environment import Environment, Replies
 from batchkv.rl.generation import Draw, check_recorded, grow, with_room
@@ -31,7 +32,7 @@ class Session:
 
     KV of prompts stays in the cache from one call to the next, where it has room; none after calls with an environment
     or branching. It is that of the weights as they are: call `refresh` after every update of them. A forgotten one is
-    found by a fingerprint of the weights, which is computed at every call and takes about as long as reading them once.
+    found by a fingerprint of the weights, which is computed at every call and takes as long as reading them twice.
 
     Args:
         policy: a live module, possibly wrapped (`batchkv.rl.policy.unwrap`), used in place; or an engine.
@@ -67,8 +68,9 @@ class Session:
 
     def close(self) -> None:
         """Lets go of all KV; nothing can be sampled any more."""
-        self._drop_kv()
-        self._is_closed = True
+        with alone_with(self.engine.model):
+            self._drop_kv()
+            self._is_closed = True
 
     def _drop_kv(self) -> None:
         if self._kv is not None:
@@ -81,11 +83,12 @@ class Session:
         Raises:
             UserError: the session is closed.
         """
-        self._check_open()
-        self._drop_kv()
-        self.engine = engine_of(self._policy, self._tokenizer, self._config)
-        self._fingerprint = None
-        self.weight_version += 1
+        with alone_with(self.engine.model):
+            self._check_open()
+            self._drop_kv()
+            self.engine = engine_of(self._policy, self._tokenizer, self._config)
+            self._fingerprint = None
+            self.weight_version += 1
 
     def rollout(self, prompts: Sequence[Any], n: int = 16, **options: Any) -> RolloutBatch:
         """Samples of every prompt.
@@ -99,8 +102,12 @@ class Session:
             ValueError, TypeError: as there.
         """
         check_names(options, ASKED, "Session.rollout")
-        self._check_open()
         asked = Asked(n=n, **options)
+        with alone_with(self.engine.model):
+            return self._rollout(prompts, asked)
+
+    def _rollout(self, prompts: Sequence[Any], asked: Asked) -> RolloutBatch:
+        self._check_open()
         self._check_weights()
         self._kv = self._kv or new_kv(self.engine)
         try:
@@ -167,9 +174,9 @@ def rollout(
         seed, step, rows: random numbers are a function of (seed, step, row, sample, position), and of what a branch has
             already. `rows` are the prompts' global numbers, by default their places: give them where prompts are
             shuffled, or split among workers. `step` is that of the training, and the weight version in the batch.
-        environment: called with every `Turn` that ended with an end or stop token; what it returns follows the turn,
-            and the model goes on: a text or token ids, as they are, or messages, by the chat template. None: the
-            sample is done.
+        environment: called with every `Turn` that ended with an end or stop token, but for turn `max_turns`; what it
+            returns follows the turn, and the model goes on: a text or token ids, as they are, or messages, by the chat
+            template. None: the sample is done.
         max_turns: most turns of the model in a sample.
         branching: called with the `Trajectory` of every sample that is done, forks too; returns (token, samples) pairs:
             so many new samples of the prompt go another way from before that token on. The tree ends where it returns
@@ -196,7 +203,7 @@ def rollout(
         ValueError: a parameter is out of range, or of another type.
         TypeError: there is no such parameter.
     """
-    check_config(config)
+    check_names(config, ("tokenizer", *ASKED, *OF_ENGINES), "rollout")
     asked = Asked(
         n=n,
         max_tokens=max_tokens,

@@ -388,10 +388,11 @@ def test_what_is_the_trainers_cannot_be_set_beside_it(idle: Any, option: str) ->
 
 
 def test_turns_of_an_environment_are_masked(idle: Any) -> None:
-    found = batchkv.trl_rollout_func(TEXTS, idle, environment=lambda turn: [5, 6], max_turns=2)
+    ends = list(range(len(idle.processing_class)))
+    found = batchkv.trl_rollout_func(TEXTS, idle, environment=lambda turn: [5, 6], max_turns=2, stop_token_ids=ends)
     for ids, mask in zip(found["completion_ids"], found["env_mask"], strict=True):
-        assert len(ids) == len(mask)
-        assert all(ids[place] in (5, 6) for place, is_models in enumerate(mask) if not is_models)
+        assert mask == [1, 0, 0, 1]
+        assert ids[1:3] == [5, 6]
 
 
 def test_images_are_refused(idle: Any) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,6 +17,7 @@ from transformers.generation.logits_process import MinPLogitsWarper, TopKLogitsW
 import batchkv
 from batchkv.errors import UserError
 from batchkv.model_support import tiny_model
+from batchkv.rl.environment import Turn
 from batchkv.rl.rollout_batch import RolloutBatch
 from batchkv.rl.session import Session, rollout
 from batchkv.rl.trajectory import Branch
@@ -232,6 +233,7 @@ class TestPrompts:
             ([[1] * 600], "prompt 0: .*512"),
             (None, "prompts is a NoneType, must be a list"),
             (iter([[1, 2]]), "prompts is a .*iterator, must be a list"),
+            ({0: [1, 2]}, "prompts is a dict, must be a list"),
             ([torch.ones(1, 3, dtype=torch.int64)], "prompt 0 is Tensor, .* of one dimension"),
         ],
     )
@@ -265,6 +267,7 @@ class TestPrompts:
             ("environment", "done"),
             ("earlier", []),
             ("step", -1),
+            ("step", 1 << 63),
             ("seed", 1 << 64),
             ("rows", [1 << 63]),
         ],
@@ -281,7 +284,8 @@ class TestPrompts:
             ("max_new_tokens", "rollout has no parameter 'max_new_tokens': is 'max_tokens' meant"),
             ("num_generations", "is 'n' meant"),
             ("temprature", "is 'temperature' meant"),
-            ("xyz", "there are n, max_tokens, "),
+            ("xyz", "there are tokenizer, n, max_tokens, .*kv_memory"),
+            ("kv_memry", "is 'kv_memory' meant"),
         ],
     )
     def test_parameters_of_another_name_are_refused_with_the_one_that_is_meant(
@@ -532,6 +536,30 @@ class TestSession:
             with pytest.raises(UserError, match="the session is closed"):
                 use()
         assert session._kv is None
+
+    def test_threads_take_turns_in_one_session(self) -> None:
+        model = FAMILIES["llama"]()
+        talk: dict[str, Any] = {"environment": lambda turn: [7], "max_turns": 2, "stop_token_ids": list(range(60))}
+        expected = samples(rollout(model, prompts(2), n=2, **talk, **SMALL))
+        with Session(model) as session, ThreadPoolExecutor(3) as pool:
+            batches = [pool.submit(session.rollout, prompts(2), n=2, **talk, **SMALL) for _ in range(6)]
+            for batch in batches:
+                assert_same(samples(batch.result()), expected)
+
+    def test_a_comparison_waits_for_a_rollout_in_another_thread(self) -> None:
+        model = FAMILIES["llama"]()
+        batch = rollout(model, prompts(2), n=2, **SMALL)
+        model.train()
+        compared: list[Future[Any]] = []
+
+        def environment(turn: Turn) -> None:
+            if not compared:
+                compared.append(pool.submit(batchkv.mismatch, model, batch))
+
+        with ThreadPoolExecutor(1) as pool:
+            rollout(model, prompts(2), n=2, environment=environment, stop_token_ids=list(range(60)), **SMALL)
+            assert compared[0].result().max_abs < 1e-4
+        assert model.training
 
     def test_refresh_looks_at_the_module_anew(self) -> None:
         model = FAMILIES["llama"]().to(torch.bfloat16)

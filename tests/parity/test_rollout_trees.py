@@ -140,12 +140,16 @@ class TestTurns:
             rollout(FAMILIES["llama"](), prompts(2), n=2, stop_token_ids=ENDS, environment=lambda turn: reply, **SMALL)
 
     def test_what_an_environment_is_shown_cannot_be_written_to(self) -> None:
+        asked: list[int] = []
+
         def environment(turn: Turn) -> None:
+            asked.append(turn.number)
             with pytest.raises(ValueError, match="read-only"):
                 turn.token_ids[:] = 9
 
         model = FAMILIES["llama"]()
         batch = rollout(model, prompts(2), n=2, stop_token_ids=ENDS, environment=environment, **SMALL)
+        assert asked
         assert_own_logprobs(model, batch)
 
     def test_replies_can_be_arrays_and_tensors(self) -> None:
@@ -343,14 +347,22 @@ class TestRecordedSampling:
         assert not {"sampling_logprobs", "entropies", "kept_token_ids"} & set(batch.table.column_names)
 
 
-@pytest.mark.parametrize("returned", [3, [(1, 0)], [(1,)], [(1, "2")]])
+@pytest.mark.parametrize("returned", [3, [(1, -1)], [(1,)], [(1, "2")], [(1, True)]])
 def test_what_a_branching_returns_has_to_be_pairs(returned: Any) -> None:
     with pytest.raises(ValueError, match="branching returned"):
         rollout(FAMILIES["llama"](), prompts(1), n=1, branching=lambda one: returned, **SMALL)
 
 
-def test_a_branching_that_returns_none_forks_nothing() -> None:
-    assert len(rollout(FAMILIES["llama"](), prompts(1), n=2, branching=lambda one: None, **SMALL)) == 2
+@pytest.mark.parametrize("returned", [None, [], [(1, 0)]])
+def test_a_branching_that_returns_nothing_forks_nothing(returned: Any) -> None:
+    assert len(rollout(FAMILIES["llama"](), prompts(1), n=2, branching=lambda one: returned, **SMALL)) == 2
+
+
+def test_a_branching_may_return_an_array() -> None:
+    def branching(trajectory: Trajectory) -> Any:
+        return np.array([[2, 1], [4, 2]])[: 2 * (trajectory.forked_from < 0)]
+
+    assert len(rollout(FAMILIES["llama"](), prompts(1), n=2, branching=branching, **SMALL)) == 8
 
 
 class TestUnfinished:
@@ -417,6 +429,14 @@ class TestUnfinished:
         again = rollout(model, batch.unfinished(length_ends=False), **options)
         for row in np.flatnonzero(is_full).tolist():
             assert cells(again, "token_ids")[row] == cells(batch, "token_ids")[row]
+
+    def test_prompts_of_several_calls_with_one_row_are_no_group(self) -> None:
+        model = FAMILIES["llama"]()
+        one, other = (rollout(model, [prompt], n=2, **SMALL) for prompt in prompts(2))
+        branches = [one.unfinished(length_ends=False)[0], other.unfinished(length_ends=False)[1]]
+        batch = rollout(model, branches, **SMALL)
+        assert cells(batch, "row") == [0, 0]
+        assert cells(batch, "prompt_index") == [0, 1]
 
     def test_the_order_of_samples_that_go_on_changes_nothing(self) -> None:
         model = FAMILIES["llama"]()

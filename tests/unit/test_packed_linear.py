@@ -67,6 +67,27 @@ def test_live_layers_are_as_they_were_also_after_an_error_and_in_one_another() -
 
 
 @needs_onednn
+def test_a_bias_that_lies_otherwise_in_memory_is_read_as_it_is() -> None:
+    layer = nn.Linear(8, 6)
+    layer.bias = nn.Parameter(torch.arange(12.0)[::2])
+    rows = torch.randn(3, 8)
+    expected = layer(rows)
+    with torch.inference_mode(), with_onednn(nn.Sequential(layer)):
+        assert torch.allclose(layer(rows), expected, atol=1e-5)
+
+
+@needs_onednn
+def test_a_weight_that_is_more_than_a_tensor_is_left_alone() -> None:
+    class Quantized(torch.Tensor):
+        pass
+
+    layer = nn.Linear(8, 6)
+    layer.weight = nn.Parameter(layer.weight.detach().as_subclass(Quantized))
+    with with_onednn(nn.Sequential(layer)):
+        assert "forward" not in vars(layer)
+
+
+@needs_onednn
 def test_autocast_and_layers_with_a_forward_of_their_own_are_left_alone() -> None:
     model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
     own = model[1].forward = lambda rows: rows  # as hooks of accelerate do

@@ -152,6 +152,9 @@ def test_what_cannot_be_joined_is_refused() -> None:
         RolloutBatch.concat([batch, RolloutBatch(batch.table, PAD, 0.5)])
     with pytest.raises(ValueError, match="no column row"):
         RolloutBatch.concat([batch_of(SHORT)])
+    other = [SHORT | one | {"prompt_token_ids": [8]} for one in group("stop", "stop", row=7)]
+    with pytest.raises(ValueError, match=r"row 7 has two prompts: .*rows="):
+        RolloutBatch.concat([batch, rolled_out(*other[1:])])
     with pytest.raises(ValueError, match="there are no batches"):
         RolloutBatch.concat([])
 
