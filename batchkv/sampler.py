@@ -221,7 +221,8 @@ def score(
     """
     device = logits_LV.device
     if len(rows) == 0:
-        return ScoredTokens(torch.empty(0, device=device), torch.empty(0, dtype=torch.bool, device=device))
+        nothing = torch.empty(0, dtype=torch.float32, device=device)
+        return ScoredTokens(nothing, nothing.bool())
     distinct, which = np.unique(rows, return_inverse=True)
     best_U, log_mass_U, likeliest_U = (
         torch.empty(len(distinct), dtype=dtype, device=device) for dtype in (torch.float32, torch.float64, torch.int64)
@@ -338,8 +339,8 @@ class _Sources:
     """Gathers what the tokens of B rows were drawn from, chunk by chunk."""
 
     def __init__(self, num_rows: int, device: torch.device) -> None:
-        self._logprobs_B = torch.zeros(num_rows, device=device)
-        self._entropies_B = torch.zeros(num_rows, device=device)
+        self._logprobs_B = torch.zeros(num_rows, dtype=torch.float32, device=device)
+        self._entropies_B = torch.zeros(num_rows, dtype=torch.float32, device=device)
         self._counts_B = torch.zeros(num_rows, dtype=torch.int64, device=device)
         self._rows: list[torch.Tensor] = []
         self._ids: list[torch.Tensor] = []

@@ -433,6 +433,15 @@ class TestPolicy:
             tiny_model(CONFIGS["llama"]())
         assert torch.equal(before, torch.get_rng_state())
 
+    def test_the_default_dtype_of_the_process_changes_nothing(self, policy: PreTrainedModel) -> None:
+        expected = samples(rollout(policy, prompts(2), n=2, top_p=0.9, record_sampling=True, **SMALL))
+        torch.set_default_dtype(torch.bfloat16)
+        try:
+            found = samples(rollout(policy, prompts(2), n=2, top_p=0.9, record_sampling=True, **SMALL))
+        finally:
+            torch.set_default_dtype(torch.float32)
+        assert_same(found, expected)
+
     def test_threads_wait_for_each_other(self) -> None:
         model = FAMILIES["gemma2"]()
         model.train()
