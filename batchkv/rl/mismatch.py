@@ -21,7 +21,7 @@ from batchkv.errors import UserError
 from batchkv.model_lock import alone_with
 from batchkv.rl.policy import unwrap, whose_forward_trainers_call
 from batchkv.rl.rollout_batch import RolloutBatch
-from batchkv.rl.scoring import check_tokens, token_arena
+from batchkv.rl.scoring import check_tokens
 
 Array = npt.NDArray[Any]
 
@@ -106,9 +106,9 @@ def mismatch(
     if not (math.isfinite(temperature) and temperature > 0):
         raise ValueError(f"temperature {temperature} must be above 0; logprobs of greedy samples are at 1")
     chosen = _chosen(len(batch), rows, max_rows)
-    inner = policy.model if isinstance(policy, Engine) else unwrap(policy)
-    outer = inner if isinstance(policy, Engine) else whose_forward_trainers_call(policy)
-    check_tokens(token_arena(batch), len(inner.get_input_embeddings().get_parameter("weight")))
+    policy = policy.model if isinstance(policy, Engine) else policy
+    inner, outer = unwrap(policy), whose_forward_trainers_call(policy)
+    check_tokens(batch.token_arena, len(inner.get_input_embeddings().get_parameter("weight")))
     logits_of = partial(_logits, outer, inner)
     with alone_with(inner), _evaluating(outer):
         differences = [_differences(logits_of, sample, temperature) for sample in _samples(batch, chosen)]

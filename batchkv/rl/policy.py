@@ -53,11 +53,10 @@ def whose_forward_trainers_call(policy: nn.Module) -> nn.Module:
     where no gradients are.
 
     Raises:
-        UserError: as of `unwrap`.
+        UserError: there is none inside.
     """
-    inner = unwrap(policy)
-    model: Any = policy
-    while model is not inner and not is_peft(model):
+    model: object = policy
+    while not isinstance(model, PreTrainedModel) and not is_peft(model):
         model = _inside(model)
     return cast("nn.Module", model)
 

@@ -17,6 +17,7 @@ from batchkv.rl.batch_schema import by_token, check_batch
 from batchkv.rl.ragged import Ragged
 from batchkv.rl.token_tree import TokenTree
 from batchkv.rl.trajectory import Branch, Trajectory, trajectory_of
+from batchkv.token_arena import TokenArena
 
 if TYPE_CHECKING:
     from torch import nn
@@ -126,6 +127,12 @@ class RolloutBatch:
     def completions(self) -> Ragged:
         """Token ids after the prompts: int32."""
         return Ragged.of(self.table["token_ids"])
+
+    @property
+    def token_arena(self) -> TokenArena:
+        """Prompt and completion of each row."""
+        whole = self.prompts.then(self.completions)
+        return TokenArena(whole.values.astype(np.int32), whole.offsets, whole.lengths)
 
     @property
     def logprobs(self) -> Ragged:

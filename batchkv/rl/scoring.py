@@ -44,7 +44,7 @@ def score(policy: nn.Module | Engine, batch: RolloutBatch, **config: Any) -> Rag
     """
     check_names(config, OF_ENGINES, "score")
     engine = engine_of(policy, None, config)
-    arena = token_arena(batch)
+    arena = batch.token_arena
     values = np.zeros(len(batch.completions.values), np.float32)
     offsets, mask = batch.completions.offsets, batch.env_mask.values
     rows = np.flatnonzero(batch.completions.lengths)
@@ -65,12 +65,6 @@ def score(policy: nn.Module | Engine, batch: RolloutBatch, **config: Any) -> Rag
                 raise UserError(f"row {row}: {scores.message}")
             values[offsets[row] : offsets[row + 1]] = scores.logprobs
     return Ragged(np.where(mask == 1, values, np.float32(0)), offsets)
-
-
-def token_arena(batch: RolloutBatch) -> TokenArena:
-    """Prompt and completion of each row."""
-    whole = batch.prompts.then(batch.completions)
-    return TokenArena(whole.values.astype(np.int32), whole.offsets, whole.lengths)
 
 
 def check_tokens(arena: TokenArena, vocab_size: int) -> None:

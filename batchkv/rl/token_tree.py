@@ -9,7 +9,6 @@ import numpy as np
 import numpy.typing as npt
 
 from batchkv.rl.ragged import Ragged
-from batchkv.token_arena import TokenArena
 from batchkv.trie import build_trie
 
 if TYPE_CHECKING:
@@ -44,9 +43,7 @@ class TokenTree:
     @classmethod
     def of(cls, batch: RolloutBatch) -> TokenTree:
         """Of all samples of a batch. A token in the same place after the same ones is one, whoever drew it."""
-        prompts, completions = batch.prompts, batch.completions
-        whole = prompts.then(completions)
-        arena = TokenArena(whole.values.astype(np.int32), whole.offsets, whole.lengths)
+        prompts, arena = batch.prompts, batch.token_arena
         trie = build_trie(arena)
         lengths = trie.lengths[1:].astype(np.int64)  # the root has no tokens
         first_row = trie.prompt_row[trie.prompt_lo[1:]]
