@@ -1,8 +1,9 @@
 """Whether a row's results depend, bit for bit, on what else is in the step.
 
-Attention in native code does not let them. A matrix product may: a library picks its kernel, and with it the order of
-its sums, by the number of rows. And an activation may: torch computes the ends of each thread's share with other code
-than the rest, so it matters where the shares end. Both are tried here, in the sizes that steps have.
+Attention and linear layers in native code do not let them. A library's matrix product may: it picks its kernel, and
+with it the order of its sums, by the number of rows. And an activation may: torch computes the ends of each thread's
+share with other code than the rest, so it matters where the shares end. Both are tried here, in the sizes that steps
+have.
 """
 
 from __future__ import annotations
@@ -13,8 +14,9 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
+from batchkv.kernels import native_linear
+from batchkv.linear_layers import PackedLinear, product_of, with_products
 from batchkv.model_lock import alone_with
-from batchkv.packed_linear import PackedLinear, with_onednn
 
 _MULTIPLES = (16, 32)  # filling up to more rows than this would cost time
 _MOST_PRODUCT_ROWS = 128
@@ -45,17 +47,19 @@ def row_multiple(model: PreTrainedModel) -> int | None:
     linears = {_signature(m): m for m in model.modules() if isinstance(m, (nn.Linear, PackedLinear))}
     key = frozenset(linears), torch.get_num_threads()
     if key not in _found:
-        with alone_with(model), with_onednn(model):  # as when the model is run
+        with alone_with(model):
             _found[key] = _tried_multiple(list(linears.values()))
     return _found[key]
 
 
 def _tried_multiple(linears: list[nn.Linear | PackedLinear]) -> int | None:
-    widths = {linear.out_features for linear in linears}
-    for multiple in _MULTIPLES:
-        of_products = (_is_invariant(m, _rows_of(m, _MOST_PRODUCT_ROWS), multiple) for m in linears)
-        if all(of_products) and all(_activations_are_invariant(width, multiple) for width in widths):
-            return multiple
+    widths = {(linear.out_features, _dtype(linear)) for linear in linears}
+    tried = [linear for linear in linears if product_of(linear) is not native_linear.linear]
+    with with_products(nn.ModuleList(linears)):  # as when the model is run
+        for multiple in _MULTIPLES:
+            of_products = (_is_invariant(m, _rows_of(m, _MOST_PRODUCT_ROWS), multiple) for m in tried)
+            if all(of_products) and all(_activations_are_invariant(*width, multiple) for width in widths):
+                return multiple
     return None
 
 
@@ -93,9 +97,9 @@ def _is_invariant(function: Callable[[torch.Tensor], torch.Tensor], rows: torch.
     )
 
 
-def _activations_are_invariant(width: int, multiple: int) -> bool:
+def _activations_are_invariant(width: int, dtype: torch.dtype, multiple: int) -> bool:
     """Over a step's rows of `width`, split among the threads as torch does; nothing follows a vocabulary's width."""
     if width > _WIDEST:
         return True
-    rows = _random_rows(_MOST_ACTIVATION_ROWS, width)
+    rows = _random_rows(_MOST_ACTIVATION_ROWS, width).to(dtype)
     return all(_is_invariant(activation, rows, multiple) for activation in _ACTIVATIONS)

@@ -27,13 +27,14 @@ from batchkv.io.read import Jobs, JobSource, open_jobs
 from batchkv.job_plan import JobPlan
 from batchkv.job_run import JobRun
 from batchkv.kernels.attention import AttentionBackend
-from batchkv.kernels.native_cpu import is_covered
+from batchkv.kernels.native_attention import is_covered
 from batchkv.kernels.quantization import scale_bytes, storage_dtype
 from batchkv.kernels.selection import select_attention
 from batchkv.kernels.torch_cpu import TorchAttention
 from batchkv.kv_cache import KVCache
 from batchkv.kv_layout import KVLayout
 from batchkv.ledger import Ledger
+from batchkv.linear_layers import is_worth_packing, pack_linears, products
 from batchkv.manifest import Manifest
 from batchkv.matchers import Matchers
 from batchkv.metrics import RunMetrics
@@ -48,7 +49,6 @@ from batchkv.model_loader import (
 )
 from batchkv.model_runner import ROW_MULTIPLE, ModelRunner, paged_attention_of
 from batchkv.model_support import check_supported
-from batchkv.packed_linear import is_packed, pack_linears
 from batchkv.parity_probe import check_parity
 from batchkv.plan_job import plan_job
 from batchkv.planner import Limits
@@ -387,7 +387,7 @@ class Engine:
         return {
             "attention": self._backend.name,
             "kv_dtype": str(self._kv_dtype).removeprefix("torch."),
-            "packed_weights": is_packed(self.model),
+            "linear_layers": products(self.model),
             "batch_invariant": self._row_multiple is not None,
             "decode_graphs": metrics.decode_graphs,
         }
@@ -466,13 +466,13 @@ def _launching_on(device: torch.device) -> AbstractContextManager[Any]:
 
 
 def _check_and_pack(model: PreTrainedModel) -> None:
-    """Packs the layers of a model that was loaded to a CPU, unless its code does not run with them, as where it reads
-    weights.
+    """Packs the layers of a model that was loaded to a CPU where that is worth it, unless its code does not run with
+    them, as where it reads weights.
 
     Raises:
         UserError: the model does not run with paged attention either way.
     """
-    if model.device.type != "cpu":
+    if model.device.type != "cpu" or not is_worth_packing():
         check_parity(model.config, type(model))
         return
     try:

@@ -15,9 +15,9 @@ import torch
 from batchkv.errors import UserError
 from batchkv.kernels.selection import select_attention
 from batchkv.kv_layout import KVLayout, layer_specs
+from batchkv.linear_layers import pack_linears
 from batchkv.model_runner import ModelRunner, paged_attention_of
 from batchkv.model_support import tiny_config, tiny_model
-from batchkv.packed_linear import pack_linears
 from batchkv.planner import Limits, make_plan
 from batchkv.sampling_params import SamplingParams
 from batchkv.scheduler import Scheduler

@@ -23,7 +23,7 @@ class FinishedRun:
         ledger: what was recorded.
         totals: what was planned.
         metrics: what happened.
-        how: what computed it: `attention`, `kv_dtype`, `packed_weights`, `batch_invariant`, `decode_graphs`.
+        how: what computed it: `attention`, `kv_dtype`, `linear_layers`, `batch_invariant`, `decode_graphs`.
     """
 
     rows: Rows

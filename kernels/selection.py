@@ -9,7 +9,7 @@ import torch
 from batchkv.config import Attention
 from batchkv.errors import UserError
 from batchkv.kernels.attention import AttentionBackend
-from batchkv.kernels.native_cpu import NativeAttention, is_covered
+from batchkv.kernels.native_attention import NativeAttention, is_covered
 from batchkv.kernels.torch_cpu import TorchAttention
 
 CPU = torch.device("cpu")

@@ -8,12 +8,9 @@
 // Elements are fp32, bf16 or int8; whatever they are, all arithmetic is fp32.
 #pragma once
 
-#include <cstdint>
+#include "processor.h"
 
 extern "C" {
-
-enum Dtype : int32_t { kFloat32 = 0, kBfloat16 = 1, kInt8 = 2 };
-enum InstructionSet : int32_t { kPortable = 0, kAvx2 = 1, kAvx512 = 2 };
 
 // The pages of one layer.
 struct Pages {
@@ -68,7 +65,4 @@ void batchkv_attend(InstructionSet instruction_set, const Pages* pages, const Ba
 // sizeof(Pages) and sizeof(Batch): a caller that was written for others must not go on.
 int32_t batchkv_pages_size();
 int32_t batchkv_batch_size();
-
-// Whether the processor has these instructions.
-bool batchkv_supports(InstructionSet instruction_set);
 }

@@ -7,13 +7,16 @@
 #include <cmath>
 #include <cstdlib>
 #include <cstring>
+#include <memory>
 #include <type_traits>
+#include <utility>
 
 #ifdef _OPENMP
 #include <omp.h>
 #endif
 
 #include "attention.h"
+#include "linear.h"
 
 // Only GCC takes the instruction set of a function from a pragma; other compilers build the portable kernel.
 #if defined(__x86_64__) && defined(__GNUC__) && !defined(__clang__)

@@ -16,7 +16,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from batchkv.kernels.attention import AttentionBackend
-from batchkv.kernels.native_cpu import NativeAttention, instruction_sets
+from batchkv.kernels.native_attention import NativeAttention
+from batchkv.kernels.native_library import instruction_sets
 from batchkv.kernels.quantization import is_quantized, quantize
 from batchkv.kernels.reference import ReferenceAttention
 from batchkv.kernels.torch_cpu import TorchAttention

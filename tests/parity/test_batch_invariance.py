@@ -16,7 +16,7 @@ from batchkv.batch_invariance import row_multiple
 from batchkv.config import KVDtype
 from batchkv.engine import Engine
 from batchkv.errors import UserError
-from batchkv.kernels.native_cpu import is_covered
+from batchkv.kernels.native_attention import is_covered
 from batchkv.sampling_params import SamplingParams
 from batchkv.writer import summary_of
 from tests.tiny_models import FAMILIES, VOCAB_SIZE, save_tiny

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from batchkv.engine import Engine
-from batchkv.kernels.native_cpu import is_covered
+from batchkv.kernels.native_attention import is_covered
 from batchkv.sampling_params import SamplingParams
 from batchkv.writer import summary_of
 from tests.tiny_models import FAMILIES, tiny_tokenizer

@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 
 from batchkv.engine import Engine
 from batchkv.errors import UserError
-from batchkv.kernels.native_cpu import is_covered
+from batchkv.kernels.native_attention import is_covered
 from batchkv.kernels.quantization import storage_dtype
 from batchkv.sampling_params import SamplingParams
 from batchkv.writer import summary_of

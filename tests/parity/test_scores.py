@@ -14,7 +14,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from batchkv.engine import Engine
-from batchkv.kernels.native_cpu import is_covered
+from batchkv.kernels.native_attention import is_covered
 from batchkv.kv_layout import KVLayout, layer_specs
 from batchkv.sampling_params import SamplingParams
 from batchkv.writer import Completion

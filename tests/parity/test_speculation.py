@@ -21,7 +21,7 @@ from batchkv.drafts import Drafts, References
 from batchkv.engine import Engine
 from batchkv.errors import RowError
 from batchkv.executor import Kept, OnEnded, RunOptions
-from batchkv.kernels.native_cpu import is_covered
+from batchkv.kernels.native_attention import is_covered
 from batchkv.kv_cache import KVCache
 from batchkv.metrics import RunMetrics
 from batchkv.model_runner import ModelRunner

@@ -19,7 +19,7 @@ from batchkv.config import EngineConfig
 from batchkv.decode_graphs import buckets
 from batchkv.engine import Engine, kv_budget_bytes
 from batchkv.errors import UserError
-from batchkv.kernels.native_cpu import instruction_sets
+from batchkv.kernels.native_library import instruction_sets
 from batchkv.kernels.tiles import load_tiles
 from batchkv.model_runner import ModelRunner
 from batchkv.sampling_params import SamplingParams

@@ -1,6 +1,8 @@
-// The kernel for any processor.
+// The kernels for any processor.
 #include "isa.h"
 
 #define ISA portable
 #define VECTOR_FLOATS 4
+#include "vectors.h"
 #include "attention_impl.h"
+#include "linear_impl.h"

@@ -1,9 +1,11 @@
-// The kernel for x86 with AVX-512.
+// The kernels for x86 with AVX-512.
 #include "isa.h"
 
 #ifdef BATCHKV_X86
 #pragma GCC target("avx512f,avx512bw,avx512vl,avx512dq,avx2,fma,prefer-vector-width=512")
 #define ISA avx512
 #define VECTOR_FLOATS 16
+#include "vectors.h"
 #include "attention_impl.h"
+#include "linear_impl.h"
 #endif

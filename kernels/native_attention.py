@@ -7,7 +7,6 @@ positions, in ascending order, with one accumulator per (query, head).
 from __future__ import annotations
 
 import ctypes
-import importlib.util
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -16,13 +15,12 @@ import numpy as np
 import torch
 
 from batchkv.kernels.attention import AttentionBackend
+from batchkv.kernels.native_library import instruction_set_number, instruction_sets, open_library
 from batchkv.kernels.quantization import is_quantized
 from batchkv.kv_layout import LayerSpec
 from batchkv.step import AttentionBatch
 
-_LIBRARY = "batchkv.kernels._cpu_attention"
 _DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.int8: 2}
-_INSTRUCTION_SETS = {"avx512": 2, "avx2": 1, "portable": 0}  # the best first
 _LANES = 16  # value dims are padded to a multiple of this
 
 
@@ -71,35 +69,18 @@ class _Scoring(ctypes.Structure):
 
 @cache
 def _library() -> ctypes.CDLL | None:
-    """The extension; None if it could not be built, does not load here, or was built from other sources."""
-    spec = importlib.util.find_spec(_LIBRARY)
-    if spec is None or spec.origin is None:
-        return None
-    try:
-        # torch is loaded by now, and with it the OpenMP runtime that both use: two would fight for the cores
-        library = ctypes.CDLL(spec.origin)
-        sizes = library.batchkv_pages_size(), library.batchkv_batch_size()
-    except (OSError, AttributeError):
-        return None
-    if sizes != (ctypes.sizeof(_Pages), ctypes.sizeof(_Batch)):
-        return None
-    pages, batch = ctypes.POINTER(_Pages), ctypes.POINTER(_Batch)
-    library.batchkv_store.argtypes = [pages, batch, _Heads, _Heads]
-    library.batchkv_attend.argtypes = [ctypes.c_int32, pages, batch, ctypes.c_int32, _Heads, _Heads, _Scoring]
-    library.batchkv_store.restype = library.batchkv_attend.restype = None
-    library.batchkv_supports.argtypes, library.batchkv_supports.restype = [ctypes.c_int32], ctypes.c_bool
+    library = open_library(pages=_Pages, batch=_Batch)
+    if library is not None:
+        pages, batch = ctypes.POINTER(_Pages), ctypes.POINTER(_Batch)
+        library.batchkv_store.argtypes = [pages, batch, _Heads, _Heads]
+        library.batchkv_attend.argtypes = [ctypes.c_int32, pages, batch, ctypes.c_int32, _Heads, _Heads, _Scoring]
+        library.batchkv_store.restype = library.batchkv_attend.restype = None
     return library
 
 
 def is_covered(dtype: torch.dtype) -> bool:
     """Whether the native kernel is there and takes keys and values of this dtype."""
     return dtype in _DTYPES and _library() is not None
-
-
-def instruction_sets() -> list[str]:
-    """Those that this processor has a kernel for, the best first; none where there is no native kernel."""
-    library = _library()
-    return [name for name, number in _INSTRUCTION_SETS.items() if library and library.batchkv_supports(number)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,7 +123,7 @@ class NativeAttention(AttentionBackend[NativeKV, NativeWorkPlan]):
         name = instruction_set or next(iter(there), "any processor")
         if library is None or name not in there:
             raise RuntimeError(f"no native kernel for {name}: it was not built, or does not run on this machine")
-        self._library, self._instruction_set = library, _INSTRUCTION_SETS[name]
+        self._library, self._instruction_set = library, instruction_set_number(name)
         self.name = f"native ({name})"
 
     def allocate(

@@ -1,9 +1,11 @@
-// The kernel for x86 with AVX2 and FMA.
+// The kernels for x86 with AVX2 and FMA.
 #include "isa.h"
 
 #ifdef BATCHKV_X86
 #pragma GCC target("avx2,fma")
 #define ISA avx2
 #define VECTOR_FLOATS 8
+#include "vectors.h"
 #include "attention_impl.h"
+#include "linear_impl.h"
 #endif

@@ -1,0 +1,27 @@
+// Linear layers on a CPU: the C interface.
+#pragma once
+
+#include "processor.h"
+
+extern "C" {
+
+// out[r][n] = bias[n] + sum over k of rows[r][k] * weight[n][k]. All tensors are fp32, or all bf16; sums are fp32. Only the
+// weight may have a stride, in elements, as it has in a part of a larger one.
+struct Linear {
+  const void* rows;    // [num_rows][in_features]
+  const void* weight;  // [out_features][in_features]
+  const void* bias;    // [out_features] or null
+  void* out;           // [num_rows][out_features]
+  int64_t num_rows;
+  int64_t in_features;
+  int64_t out_features;
+  int64_t weight_stride;
+  int32_t dtype;
+};
+
+// A row's result depends on nothing but the row, the weight and the bias: it is summed over k in ascending order.
+void batchkv_linear(InstructionSet instruction_set, const Linear* linear);
+
+// sizeof(Linear): a caller that was written for another must not go on.
+int32_t batchkv_linear_size();
+}

@@ -1,0 +1,124 @@
+// Linear layers, once for vectors of any width (vectors.h).
+//
+// A task is a panel: kLanes output features for all rows. The weight is read where it lies, kDepth input features of a
+// panel at a time, which are turned so that a vector holds one input feature of many output features; that stays in the
+// first cache while all rows pass. Turning costs as much as some eight rows do.
+
+namespace ISA {
+
+constexpr int kDepth = 256;
+
+// Takes elements from two vectors: from `low` where bit kDistance of the place is 0, else from `high`. kOffset is 0 or
+// kDistance: how far up in them it starts.
+template <int kDistance, int kOffset, int... I>
+inline Vec interleave(Vec low, Vec high, std::integer_sequence<int, I...>) {
+#ifdef __clang__
+  return __builtin_shufflevector(low, high, (I & kDistance ? VECTOR_FLOATS + I - kDistance : I) + kOffset...);
+#else
+  return __builtin_shuffle(low, high, VecInt{(I & kDistance ? VECTOR_FLOATS + I - kDistance : I) + kOffset...});
+#endif
+}
+
+// Transposes a square of vectors: bit after bit of the row's number becomes that of the column's.
+template <int kDistance = 1>
+inline void transpose(Vec (&square)[VECTOR_FLOATS]) {
+  constexpr std::make_integer_sequence<int, VECTOR_FLOATS> indices;
+#pragma GCC unroll 16
+  for (int i = 0; i < VECTOR_FLOATS; i++)
+    if (!(i & kDistance)) {
+      const Vec low = square[i], high = square[i + kDistance];
+      square[i] = interleave<kDistance, 0>(low, high, indices);
+      square[i + kDistance] = interleave<kDistance, kDistance>(low, high, indices);
+    }
+  if constexpr (2 * kDistance < VECTOR_FLOATS) transpose<2 * kDistance>(square);
+}
+
+inline Vec load_floats(const float* from) { return load(from); }
+inline Vec load_floats(const uint16_t* from) {
+  Vec floats;
+  for (int i = 0; i < VECTOR_FLOATS; i++) floats[i] = to_float(from[i]);
+  return floats;
+}
+
+// The next `depth` input features of a panel's output features, whose weights are at `rows`, to panel[depth][kLanes].
+template <typename Element>
+void turn(const Element* const* rows, int64_t begin, int depth, float* panel) {
+  int i = 0;
+  for (; i + VECTOR_FLOATS <= depth; i += VECTOR_FLOATS)
+    for (int lane = 0; lane < kLanes; lane += VECTOR_FLOATS) {
+      Vec square[VECTOR_FLOATS];
+#pragma GCC unroll 16
+      for (int r = 0; r < VECTOR_FLOATS; r++) square[r] = load_floats(rows[lane + r] + begin + i);
+      transpose(square);
+#pragma GCC unroll 16
+      for (int r = 0; r < VECTOR_FLOATS; r++) store(panel + (i + r) * kLanes + lane, square[r]);
+    }
+  for (; i < depth; i++)
+    for (int lane = 0; lane < kLanes; lane++) panel[i * kLanes + lane] = to_float(rows[lane][begin + i]);
+}
+
+// One panel for all rows, which are fp32 here; `sums` is [num_rows][kLanes].
+template <typename Element>
+void multiply_panel(const Linear& linear, const float* rows, int64_t first, float* sums) {
+  const int64_t depth = linear.in_features, last = linear.out_features - 1;
+  const int count = std::min<int64_t>(kLanes, last + 1 - first);
+  const Element* weight[kLanes];  // where there are fewer features, the last one again
+  for (int lane = 0; lane < kLanes; lane++)
+    weight[lane] = static_cast<const Element*>(linear.weight) + std::min(first + lane, last) * linear.weight_stride;
+  alignas(64) float panel[kDepth * kLanes];
+  for (int64_t begin = 0; begin < depth; begin += kDepth) {
+    const int part = std::min<int64_t>(kDepth, depth - begin);
+    turn(weight, begin, part, panel);
+    const Strided right{panel, kLanes};
+    if (begin)
+      multiply<true>(rows + begin, depth, right, part, sums, kLanes, linear.num_rows);
+    else
+      multiply<false>(rows, depth, right, part, sums, kLanes, linear.num_rows);
+  }
+  float bias[kLanes] = {};
+  if (linear.bias)
+    for (int lane = 0; lane < count; lane++) bias[lane] = to_float(static_cast<const Element*>(linear.bias)[first + lane]);
+  Element* out = static_cast<Element*>(linear.out) + first;
+  for (int64_t r = 0; r < linear.num_rows; r++, out += linear.out_features)
+    for (int lane = 0; lane < count; lane++) from_float(sums[r * kLanes + lane] + bias[lane], out + lane);
+}
+
+struct Freed {
+  void operator()(float* memory) const { std::free(memory); }
+};
+using Floats = std::unique_ptr<float, Freed>;
+
+inline Floats floats(int64_t count) {
+  Floats memory(static_cast<float*>(std::malloc(std::max<int64_t>(1, count) * sizeof(float))));
+  if (!memory) std::abort();  // less than what the caller holds in rows and results
+  return memory;
+}
+
+template <typename Element>
+void linear(const Linear& linear) {
+  const int64_t panels = (linear.out_features + kLanes - 1) / kLanes, elements = linear.num_rows * linear.in_features;
+  const Element* rows = static_cast<const Element*>(linear.rows);
+  const Floats converted = floats(std::is_same_v<Element, float> ? 0 : elements);
+  std::atomic<int64_t> next{0};
+#pragma omp parallel if (elements * linear.out_features >= kWorthThreads)
+  {
+    if constexpr (!std::is_same_v<Element, float>) {
+#pragma omp for schedule(static)
+      for (int64_t i = 0; i < elements; i++) converted.get()[i] = to_float(rows[i]);
+    }
+    const Floats sums = floats(linear.num_rows * kLanes);
+    const float* left = converted.get();
+    if constexpr (std::is_same_v<Element, float>) left = rows;
+    for (int64_t panel; (panel = next++) < panels;)
+      multiply_panel<Element>(linear, left, panel * kLanes, sums.get());
+  }
+}
+
+void linear_layer(const Linear& layer) {
+  if (layer.dtype == kFloat32)
+    linear<float>(layer);
+  else
+    linear<uint16_t>(layer);
+}
+
+}  // namespace ISA

@@ -1,0 +1,82 @@
+// Vectors of VECTOR_FLOATS floats, and the product of matrices that all kernels are made of. Each instruction set includes
+// this and the kernels in a namespace of its own (ISA), after the standard headers, with the compiler set to its target.
+
+namespace ISA {
+
+typedef float Vec __attribute__((vector_size(4 * VECTOR_FLOATS)));
+typedef float VecLoad __attribute__((vector_size(4 * VECTOR_FLOATS), aligned(4), may_alias));
+typedef int32_t VecInt __attribute__((vector_size(4 * VECTOR_FLOATS)));
+
+constexpr int kLanes = 16;                        // columns of a product taken at once: keys, value dims or output features
+constexpr int kVecs = kLanes / VECTOR_FLOATS;     // vectors that hold them
+constexpr int kMostRows = 12 / kVecs;             // rows in registers at once: 12 accumulators
+
+inline Vec load(const float* at) { return *reinterpret_cast<const VecLoad*>(at); }
+inline void store(float* at, Vec value) { *reinterpret_cast<VecLoad*>(at) = value; }
+inline Vec all(float value) { return value - Vec{}; }
+
+inline float to_float(float value) { return value; }
+inline float to_float(uint16_t bf16) {
+  uint32_t bits = static_cast<uint32_t>(bf16) << 16;
+  float value;
+  std::memcpy(&value, &bits, 4);
+  return value;
+}
+inline float to_float(int8_t value) { return value; }
+inline void from_float(float value, float* out) { *out = value; }
+inline void from_float(float value, uint16_t* out) {  // to nearest, ties to even
+  uint32_t bits;
+  std::memcpy(&bits, &value, 4);
+  *out = value != value ? 0x7fc0 : static_cast<uint16_t>((bits + 0x7fff + ((bits >> 16) & 1)) >> 16);
+}
+
+// Rows of the right side of a product: evenly spaced, or anywhere.
+struct Strided {
+  const float* base;
+  int64_t stride;
+  const float* operator[](int i) const { return base + i * stride; }
+};
+struct Listed {
+  const float* const* rows;
+  int64_t offset;
+  const float* operator[](int i) const { return rows[i] + offset; }
+};
+
+// out[r][0, 16) (+)= sum over i < depth of left[r][i] * right[i][0, 16), for R rows.
+template <int R, bool kAccumulate, typename Right>
+inline void multiply_rows(const float* left, int64_t left_stride, Right right, int depth, float* out, int64_t out_stride) {
+  Vec sum[R][kVecs];
+#pragma GCC unroll 16
+  for (int r = 0; r < R; r++)
+#pragma GCC unroll 16
+    for (int v = 0; v < kVecs; v++) sum[r][v] = kAccumulate ? load(out + r * out_stride + v * VECTOR_FLOATS) : Vec{};
+  for (int i = 0; i < depth; i++) {
+    const float* row = right[i];
+    Vec b[kVecs];
+#pragma GCC unroll 16
+    for (int v = 0; v < kVecs; v++) b[v] = load(row + v * VECTOR_FLOATS);
+#pragma GCC unroll 16
+    for (int r = 0; r < R; r++) {
+      Vec a = all(left[r * left_stride + i]);
+#pragma GCC unroll 16
+      for (int v = 0; v < kVecs; v++) sum[r][v] = a * b[v] + sum[r][v];
+    }
+  }
+#pragma GCC unroll 16
+  for (int r = 0; r < R; r++)
+#pragma GCC unroll 16
+    for (int v = 0; v < kVecs; v++) store(out + r * out_stride + v * VECTOR_FLOATS, sum[r][v]);
+}
+
+// The same for any number of rows.
+template <bool kAccumulate, typename Right, int R = kMostRows>
+inline void multiply(const float* left, int64_t left_stride, Right right, int depth, float* out, int64_t out_stride,
+                     int rows) {
+  for (; rows >= R; rows -= R, left += R * left_stride, out += R * out_stride)
+    multiply_rows<R, kAccumulate>(left, left_stride, right, depth, out, out_stride);
+  if constexpr (R > 1) {
+    if (rows) multiply<kAccumulate, Right, R - 1>(left, left_stride, right, depth, out, out_stride, rows);
+  }
+}
+
+}  // namespace ISA
