@@ -177,13 +177,15 @@ def sample(
     device = logits_LV.device
     token_ids_B = torch.empty(len(batch), dtype=torch.int64, device=device)
     logprobs_B, best_B = (torch.empty(len(batch), dtype=torch.float32, device=device) for _ in range(2))
+    memory = _Memory.of(logits_LV, len(batch))
     sources = _Sources(len(batch), device) if with_source else None
     for kind, rows, bits in _chunks(batch, logits_LV, allowed):
         params = _Rows.on(device, batch.take(rows), uniforms_B[rows])
         allowed_BV = None if bits is None else _unpacked(bits, logits_LV)
         at = to_device(rows, device)
         on_drawn = None if sources is None else partial(sources.add, at, kind)
-        drawn = _draw_chunk(_select(logits_LV, logits_rows[rows]), kind, params, allowed_BV, on_drawn)
+        logits_BV = _select(logits_LV, logits_rows[rows], memory)
+        drawn = _draw_chunk(logits_BV, kind, params, memory, allowed_BV, on_drawn)
         token_ids_B[at], logprobs_B[at], best_B[at] = drawn
     return Sampled(token_ids_B, logprobs_B, best_B.isfinite(), sources.gathered() if sources else None)
 
@@ -227,12 +229,12 @@ def score(
     best_U, log_mass_U, likeliest_U = (
         torch.empty(len(distinct), dtype=dtype, device=device) for dtype in (torch.float32, torch.float64, torch.int64)
     )
-    step = _chunk_rows(logits_LV)
+    step, memory = _chunk_rows(logits_LV), _Memory.of(logits_LV, len(distinct))
     for start in range(0, len(distinct), step):
         part = slice(start, start + step)
-        logits_BV = _select(logits_LV, distinct[part])
-        best_U[part], likeliest_U[part] = logits_BV.max(-1)  # documented to be the first of equals
-        weights_BNK = _weights(logits_BV, best_U[part], torch.full_like(best_U[part], temperature))
+        logits_BV = _select(logits_LV, distinct[part], memory)
+        best_U[part], likeliest_U[part] = _greatest(logits_BV)
+        weights_BNK = _weights(logits_BV, best_U[part], torch.full_like(best_U[part], temperature), memory)
         log_mass_U[part] = weights_BNK.sum(-1).double().sum(-1).log()
     rows_M, which_M, targets_M = (to_device(a.astype(np.int64), device) for a in (rows, which, targets))
     # where there is no distribution the weight of the greatest logit is NaN, and so is the mass
@@ -304,12 +306,44 @@ def _chunk_rows(logits_LV: torch.Tensor) -> int:
     return max(1, chunk_bytes // (4 * logits_LV.shape[1]))
 
 
-def _select(logits_LV: torch.Tensor, rows: npt.NDArray[np.int64]) -> torch.Tensor:
+@dataclass(frozen=True, slots=True)
+class _Memory:
+    """What all chunks of a call are worked on in: memory that is new each time costs a CPU as much as the work.
+
+    Attributes:
+        logits: fp32 [chunk, V]; empty if the logits are fp32.
+        weights: fp32 [chunk, N * K].
+    """
+
+    logits: torch.Tensor
+    weights: torch.Tensor
+
+    @classmethod
+    def of(cls, logits_LV: torch.Tensor, num_rows: int) -> _Memory:
+        rows, vocabulary = min(_chunk_rows(logits_LV), num_rows), logits_LV.shape[1]
+        blocks = -(-vocabulary // _BLOCK)
+        return cls(
+            logits_LV.new_empty(0 if logits_LV.dtype == torch.float32 else rows, vocabulary, dtype=torch.float32),
+            logits_LV.new_empty(rows, blocks * _BLOCK, dtype=torch.float32),
+        )
+
+
+def _select(logits_LV: torch.Tensor, rows: npt.NDArray[np.int64], memory: _Memory) -> torch.Tensor:
     """The given rows as fp32; a view where nothing has to be moved."""
     first = int(rows[0])
     if np.array_equal(rows, np.arange(first, first + len(rows))):
-        return logits_LV[first : first + len(rows)].float()
-    return logits_LV[to_device(rows, logits_LV.device)].float()
+        selected = logits_LV[first : first + len(rows)]
+    else:
+        selected = logits_LV[to_device(rows, logits_LV.device)]
+    return selected if selected.dtype == torch.float32 else memory.logits[: len(rows)].copy_(selected)
+
+
+def _greatest(logits_BV: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """The greatest logit of each row (fp32 [B]) and its token (int64 [B]), the first of equals."""
+    if logits_BV.device.type != "cpu":
+        return logits_BV.max(-1)  # documented to be the first
+    # torch's on a CPU has no vector instructions: ten times slower
+    return logits_BV.amax(-1), torch.from_numpy(logits_BV.numpy().argmax(-1))
 
 
 @dataclass(frozen=True, slots=True)
@@ -394,6 +428,7 @@ def _draw_chunk(
     logits_BV: torch.Tensor,
     kind: _Kind,
     rows: _Rows,
+    memory: _Memory,
     allowed_BV: torch.Tensor | None = None,
     on_drawn: Callable[[_Choice], None] | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -403,8 +438,8 @@ def _draw_chunk(
     """
     vocabulary = logits_BV.shape[1]
     open_BV = logits_BV if allowed_BV is None else logits_BV.masked_fill(~allowed_BV, -torch.inf)
-    best_B, tokens_B = open_BV.max(-1)  # documented to be the first of equals
-    weights_BNK = _weights(open_BV, best_B, rows.temperature)
+    best_B, tokens_B = _greatest(open_BV) if kind is _Kind.GREEDY else (open_BV.amax(-1), None)
+    weights_BNK = _weights(open_BV, best_B, rows.temperature, memory)
     sums_BN = weights_BNK.sum(-1)
     open_mass_B = sums_BN.double().sum(-1)
     entropies_B = None
@@ -414,7 +449,7 @@ def _draw_chunk(
         weights_BV = weights_BNK.flatten(1)[:, :vocabulary]
         _filter(weights_BV, open_BV, best_B, open_mass_B, rows)
         sums_BN = weights_BNK.sum(-1)
-    if kind is not _Kind.GREEDY:
+    if tokens_B is None:
         tokens_B = _search(weights_BNK, sums_BN, rows.uniform)
     chosen_B = logits_BV.gather(1, tokens_B[:, None])[:, 0]
     top_B, mass_B = (best_B, open_mass_B) if allowed_BV is None else _whole_mass(logits_BV, rows.temperature)
@@ -436,7 +471,7 @@ def _whole_mass(logits_BV: torch.Tensor, temperature_B: torch.Tensor) -> tuple[t
 def _whole(logits_BV: torch.Tensor, temperature_B: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """The greatest logits (fp32 [B]), and all weights beside theirs (fp32 [B, N, K])."""
     best_B = logits_BV.amax(-1)
-    return best_B, _weights(logits_BV, best_B, temperature_B)
+    return best_B, _weights(logits_BV, best_B, temperature_B, _Memory.of(logits_BV, len(logits_BV)))
 
 
 def _unpacked(bits: npt.NDArray[np.int32], logits_LV: torch.Tensor) -> torch.Tensor:
@@ -446,18 +481,19 @@ def _unpacked(bits: npt.NDArray[np.int32], logits_LV: torch.Tensor) -> torch.Ten
     return ((octets[:, :, None] >> powers) & 1).bool().flatten(1)[:, : logits_LV.shape[1]]
 
 
-def _weights(logits_BV: torch.Tensor, best_B: torch.Tensor, temperature_B: torch.Tensor) -> torch.Tensor:
+def _weights(
+    logits_BV: torch.Tensor, best_B: torch.Tensor, temperature_B: torch.Tensor, memory: _Memory
+) -> torch.Tensor:
     """exp((logits - best) / temperature) in [0, 1] as [B, N, K], with zeros after the end of the vocabulary.
 
     The likeliest token weighs 1. Subtracting before dividing keeps tiny temperatures from overflowing.
     """
     rows, vocabulary = logits_BV.shape
-    blocks = -(-vocabulary // _BLOCK)
-    weights = logits_BV.new_empty(rows, blocks * _BLOCK)
+    weights = memory.weights[:rows]
     weights[:, vocabulary:] = 0
     torch.sub(logits_BV, best_B[:, None], out=weights[:, :vocabulary])
     weights[:, :vocabulary].div_(temperature_B[:, None]).exp_()
-    return weights.view(rows, blocks, _BLOCK)
+    return weights.view(rows, -1, _BLOCK)
 
 
 def _search(weights_BNK: torch.Tensor, sums_BN: torch.Tensor, uniforms_B: torch.Tensor) -> torch.Tensor:
