@@ -28,10 +28,11 @@ def with_products(model: nn.Module) -> Iterator[None]:
 
     Layers of other kinds, and those whose instance has a `forward` of its own, are left alone.
     """
-    layers = [(layer, product) for layer in model.modules() if (product := product_of(layer)) is not None]
+    linears = [module for module in model.modules() if isinstance(module, nn.Linear)]
+    layers = [(layer, product) for layer in linears if (product := product_of(layer)) is not None]
     try:
         for layer, product in layers:
-            layer.forward = partial(_compute, layer, product)
+            layer.forward = partial(_compute, layer, product)  # type: ignore[method-assign]
         yield
     finally:
         for layer, _ in layers:

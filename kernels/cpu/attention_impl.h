@@ -78,8 +78,10 @@ struct Task {
     return batch.window ? std::max(0, batch.position[token] - batch.window + 1) : 0;
   }
   int64_t to(int64_t token) const { return batch.position[token] + 1; }
+  // The part of a page that is this head's, counted in such parts.
   int64_t page_of(int64_t token, int64_t position) const {
-    return batch.page_table[batch.token_row[token] * batch.table_width + position / pages.page_size];
+    const int64_t entry = batch.token_row[token] * batch.table_width + position / pages.page_size;
+    return batch.page_table[entry] * static_cast<int64_t>(pages.kv_heads) + head;
   }
 
   void run() {
@@ -111,9 +113,22 @@ struct Task {
           lo = std::min(lo, std::max(from(end), block));
           hi = std::max(hi, std::min(to(end), block + kBlock));
         }
+        if (end < last) fetch(end, block);
         attend_run(block, t, end, lo, hi);
       }
       t = end;
+    }
+  }
+
+  // Asks for what a query sees of a block: pages lie anywhere in memory. (Inline, or GCC takes it for a function without
+  // effects and leaves it out.)
+  __attribute__((always_inline)) void fetch(int64_t token, int64_t block) const {
+    const int64_t size = pages.page_size, hi = std::min(to(token), block + kBlock);
+    for (int64_t p = std::max(from(token), block); p < hi; p = (p / size + 1) * size) {
+      const char* key = reinterpret_cast<const char*>(keys_of(token, p));
+      const char* value = reinterpret_cast<const char*>(values_of(token, p));
+      for (uint64_t i = 0; i < pages.key_dim * size * sizeof(Element); i += 64) __builtin_prefetch(key + i);
+      for (uint64_t i = 0; i < pages.value_stride * size * sizeof(Element); i += 64) __builtin_prefetch(value + i);
     }
   }
 
@@ -135,8 +150,7 @@ struct Task {
     const int first_group = (lo - block) / kLanes, last_group = (hi - 1 - block) / kLanes;
     for (int g = first_group; g <= last_group; g++) {
       int64_t group_lo = std::max(lo, block + g * kLanes), group_hi = std::min(hi, block + (g + 1) * kLanes);
-      multiply<false>(&scratch.query[row * pages.key_dim], pages.key_dim, keys(begin, block, g, group_lo, group_hi),
-                      pages.key_dim, &scratch.scores[row * kBlock + g * kLanes], kBlock, rows);
+      score_keys(begin, block, g, group_lo, group_hi, row, rows);
     }
     if constexpr (std::is_same_v<Element, int8_t>) scale_columns(pages.key_scale, begin, block, lo, hi, row, rows);
     for (int64_t t = begin; t < end; t++)
@@ -144,11 +158,51 @@ struct Task {
         softmax((t - first) * group + g, std::max(from(t), block) - block, std::min(to(t), block + kBlock) - block,
                 first_group, last_group);
     if constexpr (std::is_same_v<Element, int8_t>) scale_columns(pages.value_scale, begin, block, lo, hi, row, rows);
-    const float* value_rows[kBlock];
-    values(begin, lo, hi, value_rows);
-    for (int d = 0; d < pages.value_stride; d += kLanes)
-      multiply<true>(&scratch.scores[row * kBlock + lo - block], kBlock, Listed{value_rows, d}, hi - lo,
+    weigh_values(begin, block, lo, hi, row, rows);
+  }
+
+  // Whether a run reads keys and values where they lie; for more rows they are made floats once.
+  bool in_place(int rows) const { return std::is_same_v<Element, float> || rows <= kMostRows; }
+
+  // Scores of a run's rows with the keys of one group of lanes; those with keys outside [lo, hi) are anything.
+  void score_keys(int64_t token, int64_t block, int group_number, int64_t lo, int64_t hi, int64_t row, int rows) {
+    const auto multiply_by = [&](auto keys) {
+      multiply<false>(&scratch.query[row * pages.key_dim], pages.key_dim, keys, pages.key_dim,
+                      &scratch.scores[row * kBlock + group_number * kLanes], kBlock, rows);
+    };
+    const int64_t size = pages.page_size, begin = block + group_number * kLanes;
+    float* packed = &scratch.keys[group_number * kLanes * pages.key_dim];
+    if (size % kLanes == 0) {  // all in one page
+      const Element* from = keys_of(token, lo) + begin % size;
+      if (in_place(rows)) return multiply_by(Strided<Element>{from, size});
+      for (int d = 0; d < pages.key_dim; d++) widen(from + d * size, packed + d * kLanes);
+    } else {
+      for (int64_t p = lo, stop; p < hi; p = stop) {
+        stop = std::min(hi, (p / size + 1) * size);
+        const Element* from = keys_of(token, p) + p % size;
+        for (int d = 0; d < pages.key_dim; d++)
+          for (int64_t i = 0; i < stop - p; i++) packed[d * kLanes + p - begin + i] = to_float(from[d * size + i]);
+      }
+    }
+    multiply_by(Strided<float>{packed, kLanes});
+  }
+
+  // Adds to the results of a run's rows the values in [lo, hi), by the weights that the scores have become.
+  void weigh_values(int64_t token, int64_t block, int64_t lo, int64_t hi, int64_t row, int rows) {
+    const auto multiply_by = [&](auto values, int d) {
+      multiply<true>(&scratch.scores[row * kBlock + lo - block], kBlock, values, hi - lo,
                      &scratch.out[row * pages.value_stride + d], pages.value_stride, rows);
+    };
+    const int64_t stride = pages.value_stride;
+    const Element* listed[kBlock];
+    list_values(token, lo, hi, listed);
+    if (in_place(rows)) {
+      for (int d = 0; d < stride; d += kLanes) multiply_by(Listed<Element>{listed, d}, d);
+    } else {
+      for (int64_t i = 0; i < hi - lo; i++)
+        for (int64_t d = 0; d < stride; d += kLanes) widen(listed[i] + d, &scratch.values[i * stride + d]);
+      for (int d = 0; d < stride; d += kLanes) multiply_by(Strided<float>{scratch.values + d, stride}, d);
+    }
   }
 
   // Multiplies what rows have of each key in [lo, hi) by the scale of the key or of the value.
@@ -156,7 +210,7 @@ struct Task {
     float scale[kBlock];
     for (int64_t p = lo, size = pages.page_size; p < hi;) {
       const int64_t stop = std::min(hi, (p / size + 1) * size);
-      const float* from = scales + (page_of(token, p) * pages.kv_heads + head) * size + p % size;
+      const float* from = scales + page_of(token, p) * size + p % size;
       std::memcpy(scale + p - lo, from, (stop - p) * sizeof(float));
       p = stop;
     }
@@ -166,43 +220,21 @@ struct Task {
     }
   }
 
-  // Keys of one group of lanes; those outside [lo, hi) are anything. They are read where they lie if that is possible.
-  Strided keys(int64_t token, int64_t block, int group_number, int64_t lo, int64_t hi) {
-    const int size = pages.page_size;
-    const Element* key = static_cast<const Element*>(pages.key);
-    const int64_t begin = block + group_number * kLanes;
-    if constexpr (std::is_same_v<Element, float>) {
-      if (size % kLanes == 0)
-        return {key + (page_of(token, lo) * pages.kv_heads + head) * pages.key_dim * size + begin % size, size};
-    }
-    float* packed = &scratch.keys[group_number * kLanes * pages.key_dim];
-    for (int64_t p = lo; p < hi;) {
-      const int64_t stop = std::min(hi, (p / size + 1) * size);
-      const Element* from = key + (page_of(token, p) * pages.kv_heads + head) * pages.key_dim * size + p % size;
-      for (int d = 0; d < pages.key_dim; d++)
-        for (int64_t i = 0; i < stop - p; i++) packed[d * kLanes + p - begin + i] = to_float(from[d * size + i]);
-      p = stop;
-    }
-    return {packed, kLanes};
+  // The keys of the page that a position is in, and its values.
+  const Element* keys_of(int64_t token, int64_t position) const {
+    return static_cast<const Element*>(pages.key) + page_of(token, position) * pages.key_dim * pages.page_size;
+  }
+  const Element* values_of(int64_t token, int64_t position) const {
+    return static_cast<const Element*>(pages.value) + page_of(token, position) * pages.page_size * pages.value_stride;
   }
 
-  // Rows of values at the positions [lo, hi).
-  void values(int64_t token, int64_t lo, int64_t hi, const float** rows) {
-    const int64_t stride = pages.value_stride;
-    const Element* value = static_cast<const Element*>(pages.value);
+  // Where the values at the positions [lo, hi) are.
+  void list_values(int64_t token, int64_t lo, int64_t hi, const Element** listed) const {
     const int64_t size = pages.page_size;
     for (int64_t p = lo; p < hi;) {
       const int64_t stop = std::min(hi, (p / size + 1) * size);
-      const Element* from = value + ((page_of(token, p) * pages.kv_heads + head) * size + p % size) * stride;
-      for (; p < stop; p++, from += stride) {
-        if constexpr (std::is_same_v<Element, float>) {
-          rows[p - lo] = from;
-        } else {
-          float* to = &scratch.values[(p - lo) * stride];
-          for (int64_t d = 0; d < stride; d++) to[d] = to_float(from[d]);
-          rows[p - lo] = to;
-        }
-      }
+      const Element* value = values_of(token, p) + p % size * pages.value_stride;
+      for (; p < stop; p++, value += pages.value_stride) listed[p - lo] = value;
     }
   }
 

@@ -33,13 +33,6 @@ inline void transpose(Vec (&square)[VECTOR_FLOATS]) {
   if constexpr (2 * kDistance < VECTOR_FLOATS) transpose<2 * kDistance>(square);
 }
 
-inline Vec load_floats(const float* from) { return load(from); }
-inline Vec load_floats(const uint16_t* from) {
-  Vec floats;
-  for (int i = 0; i < VECTOR_FLOATS; i++) floats[i] = to_float(from[i]);
-  return floats;
-}
-
 // The next `depth` input features of a panel's output features, whose weights are at `rows`, to panel[depth][kLanes].
 template <typename Element>
 void turn(const Element* const* rows, int64_t begin, int depth, float* panel) {
@@ -69,7 +62,7 @@ void multiply_panel(const Linear& linear, const float* rows, int64_t first, floa
   for (int64_t begin = 0; begin < depth; begin += kDepth) {
     const int part = std::min<int64_t>(kDepth, depth - begin);
     turn(weight, begin, part, panel);
-    const Strided right{panel, kLanes};
+    const Strided<float> right{panel, kLanes};
     if (begin)
       multiply<true>(rows + begin, depth, right, part, sums, kLanes, linear.num_rows);
     else

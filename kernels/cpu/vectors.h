@@ -30,16 +30,35 @@ inline void from_float(float value, uint16_t* out) {  // to nearest, ties to eve
   *out = value != value ? 0x7fc0 : static_cast<uint16_t>((bits + 0x7fff + ((bits >> 16) & 1)) >> 16);
 }
 
+// kLanes elements to floats.
+template <typename Element>
+inline void widen(const Element* from, float* to) {
+#pragma GCC unroll 16
+  for (int i = 0; i < kLanes; i++) to[i] = to_float(from[i]);
+}
+
+// A vector of elements, as floats.
+inline Vec load_floats(const float* from) { return load(from); }
+template <typename Element>
+inline Vec load_floats(const Element* from) {
+  Vec floats;
+#pragma GCC unroll 16
+  for (int i = 0; i < VECTOR_FLOATS; i++) floats[i] = to_float(from[i]);
+  return floats;
+}
+
 // Rows of the right side of a product: evenly spaced, or anywhere.
+template <typename Element>
 struct Strided {
-  const float* base;
+  const Element* base;
   int64_t stride;
-  const float* operator[](int i) const { return base + i * stride; }
+  const Element* operator[](int i) const { return base + i * stride; }
 };
+template <typename Element>
 struct Listed {
-  const float* const* rows;
+  const Element* const* rows;
   int64_t offset;
-  const float* operator[](int i) const { return rows[i] + offset; }
+  const Element* operator[](int i) const { return rows[i] + offset; }
 };
 
 // out[r][0, 16) (+)= sum over i < depth of left[r][i] * right[i][0, 16), for R rows.
@@ -51,10 +70,10 @@ inline void multiply_rows(const float* left, int64_t left_stride, Right right, i
 #pragma GCC unroll 16
     for (int v = 0; v < kVecs; v++) sum[r][v] = kAccumulate ? load(out + r * out_stride + v * VECTOR_FLOATS) : Vec{};
   for (int i = 0; i < depth; i++) {
-    const float* row = right[i];
+    const auto* row = right[i];
     Vec b[kVecs];
 #pragma GCC unroll 16
-    for (int v = 0; v < kVecs; v++) b[v] = load(row + v * VECTOR_FLOATS);
+    for (int v = 0; v < kVecs; v++) b[v] = load_floats(row + v * VECTOR_FLOATS);
 #pragma GCC unroll 16
     for (int r = 0; r < R; r++) {
       Vec a = all(left[r * left_stride + i]);
