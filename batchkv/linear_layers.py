@@ -49,7 +49,8 @@ def product_of(layer: nn.Module) -> Product | None:
         return None
     weight, bias = layer.weight, layer.bias
     if native_linear.is_fastest() and native_linear.is_covered(weight, bias):
-        return native_linear.linear
+        native: Product = native_linear.linear
+        return native
     is_for_onednn = weight.dtype == torch.float32 and _can_pack(weight) and (bias is None or bias.is_contiguous())
     return _onednn if is_for_onednn else None
 
