@@ -29,8 +29,8 @@ def set_environment(threads: int) -> None:
 
 
 def dtype_of(task: Task) -> str:
-    """The one asked for, but float32 where the processor has no instructions for bfloat16: its products are then torch's
-    plain ones."""
+    """The one asked for, but float32 where the processor has no instructions for bfloat16: there its products are the
+    plain ones of torch."""
     import torch
 
     has_bfloat16 = bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
