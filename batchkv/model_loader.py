@@ -161,7 +161,7 @@ def resolve_dtype(dtype: Dtype, checkpoint_dtype: torch.dtype | None, device: to
     """The dtype of weights and activations.
 
     `auto` is the checkpoint's (bfloat16 if it has none, as GGUF), but float32 where the device has no
-    instructions for it, which makes 16 bits slower than 32.
+    instructions for it: there 16 bits are no faster than 32, or slower.
 
     Args:
         dtype: `auto`, or the name of a torch dtype, which is taken at its word.

@@ -19,6 +19,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from batchkv.kernels import native_sampling
 from batchkv.random_numbers import uniforms
 from batchkv.sampling_params import SamplingParams
 from batchkv.transfers import to_device
@@ -234,8 +235,8 @@ def score(
         part = slice(start, start + step)
         logits_BV = _select(logits_LV, distinct[part], memory)
         best_U[part], likeliest_U[part] = _greatest(logits_BV)
-        weights_BNK = _weights(logits_BV, best_U[part], torch.full_like(best_U[part], temperature), memory)
-        log_mass_U[part] = weights_BNK.sum(-1).double().sum(-1).log()
+        _, sums_BN = _weights(logits_BV, best_U[part], torch.full_like(best_U[part], temperature), memory)
+        log_mass_U[part] = sums_BN.double().sum(-1).log()
     rows_M, which_M, targets_M = (to_device(a.astype(np.int64), device) for a in (rows, which, targets))
     # where there is no distribution the weight of the greatest logit is NaN, and so is the mass
     scaled_M = (logits_LV[rows_M, targets_M].float() - best_U[which_M]) / temperature
@@ -439,8 +440,7 @@ def _draw_chunk(
     vocabulary = logits_BV.shape[1]
     open_BV = logits_BV if allowed_BV is None else logits_BV.masked_fill(~allowed_BV, -torch.inf)
     best_B, tokens_B = _greatest(open_BV) if kind is _Kind.GREEDY else (open_BV.amax(-1), None)
-    weights_BNK = _weights(open_BV, best_B, rows.temperature, memory)
-    sums_BN = weights_BNK.sum(-1)
+    weights_BNK, sums_BN = _weights(open_BV, best_B, rows.temperature, memory)
     open_mass_B = sums_BN.double().sum(-1)
     entropies_B = None
     if on_drawn:  # of all tokens, so before the filters, which work in place
@@ -464,14 +464,14 @@ def _draw_chunk(
 
 def _whole_mass(logits_BV: torch.Tensor, temperature_B: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """The greatest logits (fp32 [B]), and the sums of all weights beside theirs (float64 [B])."""
-    best_B, weights_BNK = _whole(logits_BV, temperature_B)
-    return best_B, weights_BNK.sum(-1).double().sum(-1)
+    best_B, _, sums_BN = _whole(logits_BV, temperature_B)
+    return best_B, sums_BN.double().sum(-1)
 
 
-def _whole(logits_BV: torch.Tensor, temperature_B: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """The greatest logits (fp32 [B]), and all weights beside theirs (fp32 [B, N, K])."""
+def _whole(logits_BV: torch.Tensor, temperature_B: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """The greatest logits (fp32 [B]), all weights beside theirs (fp32 [B, N, K]) and their sums (fp32 [B, N])."""
     best_B = logits_BV.amax(-1)
-    return best_B, _weights(logits_BV, best_B, temperature_B, _Memory.of(logits_BV, len(logits_BV)))
+    return best_B, *_weights(logits_BV, best_B, temperature_B, _Memory.of(logits_BV, len(logits_BV)))
 
 
 def _unpacked(bits: npt.NDArray[np.int32], logits_LV: torch.Tensor) -> torch.Tensor:
@@ -483,21 +483,28 @@ def _unpacked(bits: npt.NDArray[np.int32], logits_LV: torch.Tensor) -> torch.Ten
 
 def _weights(
     logits_BV: torch.Tensor, best_B: torch.Tensor, temperature_B: torch.Tensor, memory: _Memory
-) -> torch.Tensor:
-    """exp((logits - best) / temperature) in [0, 1] as [B, N, K], with zeros after the end of the vocabulary.
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """exp((logits - best) / temperature) in [0, 1] as [B, N, K], with zeros after the end of the vocabulary, and the
+    sums of the blocks, [B, N].
 
     The likeliest token weighs 1. Subtracting before dividing keeps tiny temperatures from overflowing.
     """
     rows, vocabulary = logits_BV.shape
     weights = memory.weights[:rows]
-    weights[:, vocabulary:] = 0
-    torch.sub(logits_BV, best_B[:, None], out=weights[:, :vocabulary])
-    weights[:, :vocabulary].div_(temperature_B[:, None]).exp_()
-    return weights.view(rows, -1, _BLOCK)
+    weights_BNK = weights.view(rows, -1, _BLOCK)
+    if native_sampling.is_covered(logits_BV.device):
+        native_sampling.weigh(logits_BV, best_B, temperature_B, weights_BNK)
+    else:
+        weights[:, vocabulary:] = 0
+        torch.sub(logits_BV, best_B[:, None], out=weights[:, :vocabulary])
+        weights[:, :vocabulary].div_(temperature_B[:, None]).exp_()
+    return weights_BNK, weights_BNK.sum(-1)
 
 
 def _search(weights_BNK: torch.Tensor, sums_BN: torch.Tensor, uniforms_B: torch.Tensor) -> torch.Tensor:
     """The tokens at the given points of the CDF, int64 [B]: first the block, then the token within it."""
+    if native_sampling.is_covered(weights_BNK.device):
+        return native_sampling.search(weights_BNK, sums_BN, uniforms_B)
     block_B, within_B = _invert_cdf(sums_BN, uniforms_B)
     weights_BK = weights_BNK[torch.arange(len(block_B), device=block_B.device), block_B]
     token_B, _ = _invert_cdf(weights_BK, within_B)

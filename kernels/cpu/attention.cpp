@@ -1,13 +1,7 @@
 // The C interface: leads to the kernel of an instruction set, and moves keys and values into their pages.
 #include "isa.h"
 
-#define DECLARE(ISA) \
-  namespace ISA {    \
-  void attend_pages(const Pages&, const Batch&, int, Heads, Heads, const Scoring&); \
-  }
-DECLARE(portable)
-DECLARE(avx2)
-DECLARE(avx512)
+DECLARE_KERNEL(void attend_pages(const Pages&, const Batch&, int, Heads, Heads, const Scoring&))
 
 namespace {
 
@@ -82,16 +76,7 @@ extern "C" void batchkv_store(const Pages* pages, const Batch* batch, Heads key,
 
 extern "C" void batchkv_attend(InstructionSet instruction_set, const Pages* pages, const Batch* batch,
                                int32_t query_heads, Heads query, Heads out, Scoring scoring) {
-  switch (instruction_set) {
-#ifdef BATCHKV_X86
-    case kAvx512:
-      return avx512::attend_pages(*pages, *batch, query_heads, query, out, scoring);
-    case kAvx2:
-      return avx2::attend_pages(*pages, *batch, query_heads, query, out, scoring);
-#endif
-    default:
-      return portable::attend_pages(*pages, *batch, query_heads, query, out, scoring);
-  }
+  CALL_KERNEL(instruction_set, attend_pages(*pages, *batch, query_heads, query, out, scoring));
 }
 
 extern "C" int32_t batchkv_pages_size() { return sizeof(Pages); }

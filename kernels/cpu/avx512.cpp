@@ -8,4 +8,5 @@
 #include "vectors.h"
 #include "attention_impl.h"
 #include "linear_impl.h"
+#include "sampling_impl.h"
 #endif

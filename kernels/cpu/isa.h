@@ -17,10 +17,32 @@
 
 #include "attention.h"
 #include "linear.h"
+#include "sampling.h"
 
 // Only GCC takes the instruction set of a function from a pragma; other compilers build the portable kernel.
 #if defined(__x86_64__) && defined(__GNUC__) && !defined(__clang__)
 #define BATCHKV_X86
+#endif
+
+// Kernels are in a namespace for each instruction set: this declares one in all of them, and the next calls that of the
+// instruction set in question.
+#define DECLARE_KERNEL(signature) \
+  namespace portable {            \
+  signature;                      \
+  }                               \
+  namespace avx2 {                \
+  signature;                      \
+  }                               \
+  namespace avx512 {              \
+  signature;                      \
+  }
+#ifdef BATCHKV_X86
+#define CALL_KERNEL(instruction_set, call)               \
+  ((instruction_set) == kAvx512 ? avx512::call           \
+   : (instruction_set) == kAvx2 ? avx2::call             \
+                                : portable::call)
+#else
+#define CALL_KERNEL(instruction_set, call) portable::call
 #endif
 
 // What keys, values, queries and results are outside the pages that keep them as `Element`.

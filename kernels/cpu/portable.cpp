@@ -6,3 +6,4 @@
 #include "vectors.h"
 #include "attention_impl.h"
 #include "linear_impl.h"
+#include "sampling_impl.h"

@@ -37,6 +37,28 @@ inline void widen(const Element* from, float* to) {
   for (int i = 0; i < kLanes; i++) to[i] = to_float(from[i]);
 }
 
+// e^x for x <= 0, within 2 ulp; 0 below -87. Cody-Waite reduction, then the Taylor polynomial on |r| <= ln2/2.
+inline Vec exp_nonpositive(Vec x) {
+  const Vec round = all(12582912.0f);  // 1.5 * 2^23: adding it leaves the integer in the low bits
+  const VecInt is_zero = x < -87.0f;
+  x = x < -87.0f ? all(-87.0f) : x;  // NaN stays
+  Vec n = (x * 1.44269504088896341f + round) - round;
+  Vec r = x - n * 0.693359375f;
+  r = r + n * 2.12194440e-4f;
+  Vec p = all(1.0f / 5040);
+  p = p * r + 1.0f / 720;
+  p = p * r + 1.0f / 120;
+  p = p * r + 1.0f / 24;
+  p = p * r + 1.0f / 6;
+  p = p * r + 0.5f;
+  p = p * r + 1.0f;
+  p = p * r + 1.0f;
+  VecInt exponent = (__builtin_convertvector(n, VecInt) + 127) << 23;
+  Vec power;
+  std::memcpy(&power, &exponent, sizeof(power));
+  return is_zero ? Vec{} : p * power;
+}
+
 // A vector of elements, as floats.
 inline Vec load_floats(const float* from) { return load(from); }
 template <typename Element>

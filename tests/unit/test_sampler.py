@@ -88,7 +88,7 @@ def kept(logits_BV: torch.Tensor, params: list[SamplingParams]) -> torch.Tensor:
     rows = sampler._Rows.on(logits_BV.device, batch_of(*params), np.zeros(len(params)))
     best_B = logits_BV.amax(-1)
     memory = sampler._Memory.of(logits_BV, len(logits_BV))
-    weights_BNK = sampler._weights(logits_BV, best_B, rows.temperature, memory)
+    weights_BNK, _ = sampler._weights(logits_BV, best_B, rows.temperature, memory)
     weights_BV = weights_BNK.flatten(1)[:, : logits_BV.shape[1]]
     sampler._filter(weights_BV, logits_BV, best_B, weights_BNK.double().sum((1, 2)), rows)
     return weights_BV > 0
