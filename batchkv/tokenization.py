@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Container, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from itertools import chain
 from typing import Any, Protocol
 
@@ -17,12 +16,8 @@ from batchkv.errors import RowError, UserError
 from batchkv.io.prompts import Prompts
 from batchkv.token_arena import TokenArena, TokenIds, joined
 
-# Texts handed to the tokenizer at once: enough to keep its threads busy, few enough for there to be several batches.
+# Texts handed to the tokenizer at once: enough to keep its threads busy, few enough to keep what it returns in cache.
 BATCH_TEXTS = 1024
-
-# Batches in work. A tokenizer in Rust uses all cores and lets Python run meanwhile, which takes a fifth of the time to
-# make lists and arrays of what it has returned, on one core.
-_BATCHES_AT_ONCE = 2
 
 # A text of many more characters than a model has context for is not tokenized as a whole, which for 10 MB can take 20
 # seconds and a gigabyte: a part is, and if that has twice the tokens that fit, what follows cannot help.
@@ -142,17 +137,20 @@ def _encode(texts: pa.LargeStringArray, tokenizer: Tokenizer, *, add_special_tok
     if len(texts) == 0:
         return TokenArena.from_rows([])
     adds_bos = add_special_tokens and _adds_bos(tokenizer)
+    backend = _backend(tokenizer)
+    if backend is not None:
+        token_ids_of([""], tokenizer, add_special_tokens)  # sets options of the backend, as for every batch
 
-    def encode(start: int) -> tuple[TokenIds, npt.NDArray[np.int64]]:
-        ids = token_ids_of(texts.slice(start, BATCH_TEXTS).to_pylist(), tokenizer, add_special_tokens)
-        lengths = np.fromiter(map(len, ids), np.int64, len(ids))
-        return np.fromiter(chain.from_iterable(ids), np.int32, int(lengths.sum())), lengths
-
-    starts = range(0, len(texts), BATCH_TEXTS)
-    batches = [encode(starts[0])]  # alone: the first call sets the tokenizer's own options, which no other may meet
-    with ThreadPoolExecutor(_BATCHES_AT_ONCE if getattr(tokenizer, "is_fast", False) else 1) as threads:
-        batches += threads.map(encode, starts[1:])
-    tokens, lengths = zip(*batches, strict=True)
+    tokens: list[TokenIds] = []
+    lengths: list[npt.NDArray[np.int64]] = []
+    for start in range(0, len(texts), BATCH_TEXTS):
+        batch = texts.slice(start, BATCH_TEXTS).to_pylist()
+        if backend is None:
+            ids = token_ids_of(batch, tokenizer, add_special_tokens)
+        else:
+            ids = [one.ids for one in backend.encode_batch_fast(batch, add_special_tokens=add_special_tokens)]
+        lengths.append(np.fromiter(map(len, ids), np.int64, len(ids)))
+        tokens.append(np.fromiter(chain.from_iterable(ids), np.int32, int(lengths[-1].sum())))
     arena = TokenArena.from_lengths(np.concatenate(tokens), np.concatenate(lengths))
     return _without_second_bos(texts, arena, tokenizer) if adds_bos else arena
 
@@ -186,6 +184,17 @@ def token_ids_of(texts: list[str], tokenizer: Tokenizer, add_special_tokens: boo
     )
     ids: list[list[int]] = encoding["input_ids"]
     return ids
+
+
+def _backend(tokenizer: Tokenizer) -> Any | None:
+    """The tokenizer in Rust that `tokenizer` hands every text to as it is; None if there is none, or its class has a
+    way of its own. (What transformers makes of the results for others takes it a third as long as tokenizing.)
+    """
+    from transformers import PreTrainedTokenizerFast
+
+    own, plain = type(tokenizer), PreTrainedTokenizerFast
+    is_plain = own.__call__ is plain.__call__ and getattr(own, "_encode_plus", None) is plain._encode_plus
+    return tokenizer.backend_tokenizer if isinstance(tokenizer, plain) and is_plain else None
 
 
 def _adds_bos(tokenizer: Tokenizer) -> bool:

@@ -119,6 +119,28 @@ def test_identical_texts_are_encoded_once_and_others_in_batches(monkeypatch: pyt
     assert [tokenizer.decode(arena.row(i)[1:]) for i in range(6)] == texts
 
 
+def test_options_that_a_tokenizer_file_brings_do_not_cut_or_pad(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("batchkv.tokenization.BATCH_TEXTS", 2)
+    texts = ["a", "b c a", "c b", "a b c a b c", "a a"]
+    plain = make_tokenizer()
+    tokenizer = make_tokenizer()
+    tokenizer.backend_tokenizer.enable_truncation(2)
+    tokenizer.backend_tokenizer.enable_padding()
+    arena, _ = tokenize(job_of(prompt=texts).prompts, tokenizer)
+    assert [arena.row(i).tolist() for i in range(len(texts))] == plain(texts)["input_ids"]
+
+
+def test_a_tokenizer_with_a_way_of_its_own_is_asked() -> None:
+    class Reversed(PreTrainedTokenizerFast):
+        def _encode_plus(self, text: Any, *args: Any, **options: Any) -> Any:
+            return super()._encode_plus([one[::-1] for one in text], *args, **options)
+
+    plain = make_tokenizer()
+    tokenizer = Reversed(tokenizer_object=plain.backend_tokenizer, bos_token="<s>")
+    arena, _ = tokenize(job_of(prompt=["a b"]).prompts, tokenizer)
+    assert arena.row(0).tolist() == plain("b a")["input_ids"]
+
+
 @pytest.mark.parametrize(
     ("role", "message"),
     [
