@@ -72,8 +72,11 @@ void multiply_panel(const Linear& linear, const float* rows, int64_t first, floa
   if (linear.bias)
     for (int lane = 0; lane < count; lane++) bias[lane] = to_float(static_cast<const Element*>(linear.bias)[first + lane]);
   Element* out = static_cast<Element*>(linear.out) + first;
-  for (int64_t r = 0; r < linear.num_rows; r++, out += linear.out_features)
-    for (int lane = 0; lane < count; lane++) from_float(sums[r * kLanes + lane] + bias[lane], out + lane);
+  for (int64_t r = 0; r < linear.num_rows; r++, out += linear.out_features, sums += kLanes)
+    if (count == kLanes)
+      for (int lane = 0; lane < kLanes; lane += VECTOR_FLOATS) store_floats(load(sums + lane) + load(bias + lane), out + lane);
+    else
+      for (int lane = 0; lane < count; lane++) from_float(sums[lane] + bias[lane], out + lane);
 }
 
 struct Freed {

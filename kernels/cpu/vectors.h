@@ -6,6 +6,9 @@ namespace ISA {
 typedef float Vec __attribute__((vector_size(4 * VECTOR_FLOATS)));
 typedef float VecLoad __attribute__((vector_size(4 * VECTOR_FLOATS), aligned(4), may_alias));
 typedef int32_t VecInt __attribute__((vector_size(4 * VECTOR_FLOATS)));
+typedef uint32_t VecBits __attribute__((vector_size(4 * VECTOR_FLOATS)));
+typedef int8_t VecByte __attribute__((vector_size(VECTOR_FLOATS)));
+typedef uint16_t VecHalf __attribute__((vector_size(2 * VECTOR_FLOATS)));
 
 constexpr int kLanes = 16;                        // columns of a product taken at once: keys, value dims or output features
 constexpr int kVecs = kLanes / VECTOR_FLOATS;     // vectors that hold them
@@ -28,13 +31,6 @@ inline void from_float(float value, uint16_t* out) {  // to nearest, ties to eve
   uint32_t bits;
   std::memcpy(&bits, &value, 4);
   *out = value != value ? 0x7fc0 : static_cast<uint16_t>((bits + 0x7fff + ((bits >> 16) & 1)) >> 16);
-}
-
-// kLanes elements to floats.
-template <typename Element>
-inline void widen(const Element* from, float* to) {
-#pragma GCC unroll 16
-  for (int i = 0; i < kLanes; i++) to[i] = to_float(from[i]);
 }
 
 // e^x for x <= 0, within 2 ulp; 0 below -87. Cody-Waite reduction, then the Taylor polynomial on |r| <= ln2/2.
@@ -61,12 +57,34 @@ inline Vec exp_nonpositive(Vec x) {
 
 // A vector of elements, as floats.
 inline Vec load_floats(const float* from) { return load(from); }
-template <typename Element>
-inline Vec load_floats(const Element* from) {
+inline Vec load_floats(const uint16_t* from) {
+  VecHalf half;
+  std::memcpy(&half, from, sizeof(half));
+  const VecBits bits = __builtin_convertvector(half, VecBits) << 16;
   Vec floats;
-#pragma GCC unroll 16
-  for (int i = 0; i < VECTOR_FLOATS; i++) floats[i] = to_float(from[i]);
+  std::memcpy(&floats, &bits, sizeof(floats));
   return floats;
+}
+inline Vec load_floats(const int8_t* from) {
+  VecByte bytes;
+  std::memcpy(&bytes, from, sizeof(bytes));
+  return __builtin_convertvector(__builtin_convertvector(bytes, VecInt), Vec);
+}
+
+// kLanes elements to floats.
+template <typename Element>
+inline void widen(const Element* from, float* to) {
+  for (int i = 0; i < kLanes; i += VECTOR_FLOATS) store(to + i, load_floats(from + i));
+}
+
+// A vector of floats as elements, rounded as by from_float.
+inline void store_floats(Vec floats, float* to) { store(to, floats); }
+inline void store_floats(Vec floats, uint16_t* to) {
+  VecBits bits;
+  std::memcpy(&bits, &floats, sizeof(bits));
+  const VecBits nearest = (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;
+  const VecHalf half = __builtin_convertvector(floats == floats ? nearest : 0x7fc0 - VecBits{}, VecHalf);
+  std::memcpy(to, &half, sizeof(half));
 }
 
 // Rows of the right side of a product: evenly spaced, or anywhere.
