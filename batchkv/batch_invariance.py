@@ -15,7 +15,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from batchkv.kernels import native_linear
-from batchkv.linear_layers import PackedLinear, product_of, with_products
+from batchkv.linear_layers import PackedLinear, Product, product_of, with_fast_linears
 from batchkv.model_lock import alone_with
 
 _MULTIPLES = (16, 32)  # filling up to more rows than this would cost time
@@ -28,7 +28,7 @@ _ACTIVATIONS: tuple[Callable[[torch.Tensor], torch.Tensor], ...] = (
 )
 
 
-_Signature = tuple[type[nn.Module], int, int, bool, torch.dtype]
+_Signature = tuple[type[nn.Module], int, int, bool, torch.dtype, Product | None]
 _found: dict[tuple[frozenset[_Signature], int], int | None] = {}  # by layers and number of threads
 
 
@@ -55,7 +55,7 @@ def row_multiple(model: PreTrainedModel) -> int | None:
 def _tried_multiple(linears: list[nn.Linear | PackedLinear]) -> int | None:
     widths = {(linear.out_features, _dtype(linear)) for linear in linears}
     tried = [linear for linear in linears if product_of(linear) is not native_linear.linear]
-    with with_products(nn.ModuleList(linears)):  # as when the model is run
+    with with_fast_linears(nn.ModuleList(linears)):  # as when the model is run
         for multiple in _MULTIPLES:
             of_products = (_is_invariant(m, _rows_of(m, _MOST_PRODUCT_ROWS), multiple) for m in tried)
             if all(of_products) and all(_activations_are_invariant(*width, multiple) for width in widths):
@@ -72,7 +72,8 @@ def _has_only_linears(model: nn.Module) -> bool:
 
 def _signature(linear: nn.Linear | PackedLinear) -> _Signature:
     """Layers that are alike in these run the same code."""
-    return type(linear), linear.in_features, linear.out_features, linear.bias is not None, _dtype(linear)
+    has_bias = linear.bias is not None
+    return type(linear), linear.in_features, linear.out_features, has_bias, _dtype(linear), product_of(linear)
 
 
 def _dtype(linear: nn.Linear | PackedLinear) -> torch.dtype:

@@ -34,7 +34,7 @@ from batchkv.kernels.torch_cpu import TorchAttention
 from batchkv.kv_cache import KVCache
 from batchkv.kv_layout import KVLayout
 from batchkv.ledger import Ledger
-from batchkv.linear_layers import is_worth_packing, pack_linears, products
+from batchkv.linear_layers import is_worth_packing, linear_backend, pack_linears
 from batchkv.manifest import Manifest
 from batchkv.matchers import Matchers
 from batchkv.metrics import RunMetrics
@@ -108,6 +108,7 @@ class Engine:
             self.model = load_model(source, self.config.dtype, self.device)
             self._fingerprint = model_fingerprint(self.model)  # while its weights can be read
             _check_and_pack(self.model)
+        self._linear_layers = linear_backend(self.model)
         self.tokenizer = _tokenizer(model, tokenizer, self.config.trust_remote_code)
         self._kv_dtype = storage_dtype(self.config.kv_dtype, self.model.dtype)
         self._backend = select_attention(self._kv_dtype, self.device, self.config.attention)
@@ -387,7 +388,7 @@ class Engine:
         return {
             "attention": self._backend.name,
             "kv_dtype": str(self._kv_dtype).removeprefix("torch."),
-            "linear_layers": products(self.model),
+            "linear_layers": self._linear_layers,
             "batch_invariant": self._row_multiple is not None,
             "decode_graphs": metrics.decode_graphs,
         }

@@ -1,14 +1,15 @@
 """Linear layers on a CPU by faster products than torch's.
 
-Where the native kernel is the fastest, it computes every layer on its weight as it is, in models that were loaded and
-in live ones. Elsewhere it is oneDNN, which brings weights into an order of its own in every call: that costs a third of
-the time of a product, and more when there are few rows. So the layers of a model that the engine has loaded are packed,
-which is to keep the weights in that order. The weights of a live module are never copied: there only the product is
-another one, for the time.
+Where the native kernel is the fastest, it computes every layer that it covers on its weight as it is, in models that
+were loaded and in live ones. Elsewhere it is oneDNN, which brings weights into an order of its own in every call: that
+costs a third of the time of a product, and more when there are few rows. So the layers of a model that the engine has
+loaded are packed, which is to keep the weights in that order. The weights of a live module are never copied: there only
+the product is another one, for the time.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -23,7 +24,7 @@ Product = Callable[[torch.Tensor, torch.Tensor, torch.Tensor | None], torch.Tens
 
 
 @contextmanager
-def with_products(model: nn.Module) -> Iterator[None]:
+def with_fast_linears(model: nn.Module) -> Iterator[None]:
     """The linear layers of a model compute by the fastest product there is for them, on their weights as they are.
 
     Layers of other kinds, and those whose instance has a `forward` of its own, are left alone.
@@ -55,12 +56,17 @@ def product_of(layer: nn.Module) -> Product | None:
     return _onednn if is_for_onednn else None
 
 
-def products(model: nn.Module) -> str:
-    """By what most layers of a model compute: `native`, `onednn (packed)`, `onednn` or `torch`."""
-    if any(isinstance(module, PackedLinear) for module in model.modules()):
-        return "onednn (packed)"
-    found = {product_of(layer) for layer in model.modules()}
-    return "native" if native_linear.linear in found else "onednn" if _onednn in found else "torch"
+def linear_backend(model: nn.Module) -> str:
+    """By what most of a model's parameters are multiplied: `native`, `onednn (packed)`, `onednn` or `torch`."""
+    names: dict[Product | None, str] = {native_linear.linear: "native", _onednn: "onednn"}
+    sizes = Counter({"torch": 0})
+    for module in model.modules():
+        if isinstance(module, PackedLinear):
+            sizes["onednn (packed)"] += module.in_features * module.out_features
+        elif not isinstance(module, nn.Embedding):
+            own = sum(parameter.numel() for parameter in module.parameters(recurse=False))
+            sizes[names.get(product_of(module), "torch")] += own
+    return sizes.most_common(1)[0][0]
 
 
 def _is_plain(layer: nn.Module) -> TypeGuard[nn.Linear]:
@@ -100,9 +106,6 @@ def pack_linears(model: nn.Module) -> None:
         for name, child in parent.named_children():
             if type(child) is nn.Linear and _can_pack(child.weight):
                 setattr(parent, name, PackedLinear(child))
-    if any(isinstance(module, PackedLinear) for module in model.modules()):
-        for parameter in model.parameters():
-            parameter.data = parameter.data.clone()  # a view into the loaded file would keep all of it in memory
 
 
 def _can_pack(weight: torch.Tensor) -> bool:

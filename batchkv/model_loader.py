@@ -136,6 +136,9 @@ def load_model(source: ModelSource, dtype: Dtype, device: torch.device) -> PreTr
     read = functools.partial(_model_from_pretrained, config=config)
     with _reading(source, "weights"):
         model: PreTrainedModel = _read(source, "model", read, dtype=resolved_dtype, device=device)
+    if device.type == "cpu":
+        for parameter in model.parameters():  # parts of the mapped file would change with it, and count as free memory
+            parameter.data = parameter.data.clone()
     return model
 
 

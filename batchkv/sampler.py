@@ -437,14 +437,14 @@ def _draw_chunk(
 
     The greatest logit is not finite where there is nothing to sample from. `on_drawn` is told what they come from.
     """
-    vocabulary = logits_BV.shape[1]
+    vocabulary, wants_entropies = logits_BV.shape[1], on_drawn is not None
     open_BV = logits_BV if allowed_BV is None else logits_BV.masked_fill(~allowed_BV, -torch.inf)
+    whole = None if allowed_BV is None else _whole(logits_BV, rows.temperature, memory, wants_entropies)
     best_B, tokens_B = _greatest(open_BV) if kind is _Kind.GREEDY else (open_BV.amax(-1), None)
     weights_BNK, sums_BN = _weights(open_BV, best_B, rows.temperature, memory)
     open_mass_B = sums_BN.double().sum(-1)
-    entropies_B = None
-    if on_drawn:  # of all tokens, so before the filters, which work in place
-        entropies_B = _entropies(weights_BNK if allowed_BV is None else _whole(logits_BV, rows.temperature)[1])
+    if whole is None:  # before the filters, which work in place
+        whole = _Whole(best_B, open_mass_B, _entropies(weights_BNK) if wants_entropies else None)
     if kind is _Kind.FILTERED:
         weights_BV = weights_BNK.flatten(1)[:, :vocabulary]
         _filter(weights_BV, open_BV, best_B, open_mass_B, rows)
@@ -452,26 +452,34 @@ def _draw_chunk(
     if tokens_B is None:
         tokens_B = _search(weights_BNK, sums_BN, rows.uniform)
     chosen_B = logits_BV.gather(1, tokens_B[:, None])[:, 0]
-    top_B, mass_B = (best_B, open_mass_B) if allowed_BV is None else _whole_mass(logits_BV, rows.temperature)
-    logprobs_B = (chosen_B - top_B) / rows.temperature - mass_B.log()
-    if on_drawn and entropies_B is not None:
+    logprobs_B = (chosen_B - whole.best) / rows.temperature - whole.mass.log()
+    if on_drawn and whole.entropies is not None:
         scaled_B = (chosen_B - best_B) / rows.temperature
         kept_mass_B = sums_BN.double().sum(-1)
         is_limited = allowed_BV is not None
-        on_drawn(_Choice(tokens_B, scaled_B, weights_BNK, kept_mass_B, logits_BV, entropies_B, is_limited))
-    return tokens_B, logprobs_B.float(), torch.where(top_B.isfinite(), best_B, top_B)
+        on_drawn(_Choice(tokens_B, scaled_B, weights_BNK, kept_mass_B, logits_BV, whole.entropies, is_limited))
+    return tokens_B, logprobs_B.float(), torch.where(whole.best.isfinite(), best_B, whole.best)
 
 
-def _whole_mass(logits_BV: torch.Tensor, temperature_B: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """The greatest logits (fp32 [B]), and the sums of all weights beside theirs (float64 [B])."""
-    best_B, _, sums_BN = _whole(logits_BV, temperature_B)
-    return best_B, sums_BN.double().sum(-1)
+@dataclass(frozen=True, slots=True)
+class _Whole:
+    """What is true of all tokens, whatever is allowed or kept.
+
+    Attributes:
+        best: fp32 [B], the greatest logits.
+        mass: float64 [B], the sums of all weights beside theirs.
+        entropies: fp32 [B]; None unless asked for.
+    """
+
+    best: torch.Tensor
+    mass: torch.Tensor
+    entropies: torch.Tensor | None
 
 
-def _whole(logits_BV: torch.Tensor, temperature_B: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """The greatest logits (fp32 [B]), all weights beside theirs (fp32 [B, N, K]) and their sums (fp32 [B, N])."""
+def _whole(logits_BV: torch.Tensor, temperature_B: torch.Tensor, memory: _Memory, with_entropies: bool) -> _Whole:
     best_B = logits_BV.amax(-1)
-    return best_B, *_weights(logits_BV, best_B, temperature_B, _Memory.of(logits_BV, len(logits_BV)))
+    weights_BNK, sums_BN = _weights(logits_BV, best_B, temperature_B, memory)
+    return _Whole(best_B, sums_BN.double().sum(-1), _entropies(weights_BNK) if with_entropies else None)
 
 
 def _unpacked(bits: npt.NDArray[np.int32], logits_LV: torch.Tensor) -> torch.Tensor:
@@ -504,7 +512,8 @@ def _weights(
 def _search(weights_BNK: torch.Tensor, sums_BN: torch.Tensor, uniforms_B: torch.Tensor) -> torch.Tensor:
     """The tokens at the given points of the CDF, int64 [B]: first the block, then the token within it."""
     if native_sampling.is_covered(weights_BNK.device):
-        return native_sampling.search(weights_BNK, sums_BN, uniforms_B)
+        token_B: torch.Tensor = native_sampling.search(weights_BNK, sums_BN, uniforms_B)
+        return token_B
     block_B, within_B = _invert_cdf(sums_BN, uniforms_B)
     weights_BK = weights_BNK[torch.arange(len(block_B), device=block_B.device), block_B]
     token_B, _ = _invert_cdf(weights_BK, within_B)

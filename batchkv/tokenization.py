@@ -138,8 +138,6 @@ def _encode(texts: pa.LargeStringArray, tokenizer: Tokenizer, *, add_special_tok
         return TokenArena.from_rows([])
     adds_bos = add_special_tokens and _adds_bos(tokenizer)
     backend = _backend(tokenizer)
-    if backend is not None:
-        token_ids_of([""], tokenizer, add_special_tokens)  # sets options of the backend, as for every batch
 
     tokens: list[TokenIds] = []
     lengths: list[npt.NDArray[np.int64]] = []
@@ -148,6 +146,7 @@ def _encode(texts: pa.LargeStringArray, tokenizer: Tokenizer, *, add_special_tok
         if backend is None:
             ids = token_ids_of(batch, tokenizer, add_special_tokens)
         else:
+            _set_options(backend, tokenizer)
             ids = [one.ids for one in backend.encode_batch_fast(batch, add_special_tokens=add_special_tokens)]
         lengths.append(np.fromiter(map(len, ids), np.int64, len(ids)))
         tokens.append(np.fromiter(chain.from_iterable(ids), np.int32, int(lengths[-1].sum())))
@@ -193,8 +192,20 @@ def _backend(tokenizer: Tokenizer) -> Any | None:
     from transformers import PreTrainedTokenizerFast
 
     own, plain = type(tokenizer), PreTrainedTokenizerFast
-    is_plain = own.__call__ is plain.__call__ and getattr(own, "_encode_plus", None) is plain._encode_plus
+    ways = ("__call__", "_encode_plus", "_convert_encoding", "set_truncation_and_padding")
+    is_plain = all(getattr(own, way, None) is getattr(plain, way) for way in ways)
     return tokenizer.backend_tokenizer if isinstance(tokenizer, plain) and is_plain else None
+
+
+def _set_options(backend: Any, tokenizer: Any) -> None:
+    """As transformers does for texts that are neither cut nor padded; others may use the tokenizer meanwhile. (What is
+    as it should be is not touched: that fails while another thread encodes.)"""
+    if backend.truncation is not None:
+        backend.no_truncation()
+    if backend.padding is not None:
+        backend.no_padding()
+    if backend.encode_special_tokens != tokenizer.split_special_tokens:
+        backend.encode_special_tokens = tokenizer.split_special_tokens
 
 
 def _adds_bos(tokenizer: Tokenizer) -> bool:

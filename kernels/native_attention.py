@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from batchkv.kernels.attention import AttentionBackend
-from batchkv.kernels.native_library import instruction_set_number, instruction_sets, open_library
+from batchkv.kernels.native_library import fits, instruction_set_number, instruction_sets, native_library
 from batchkv.kernels.quantization import is_quantized
 from batchkv.kv_layout import LayerSpec
 from batchkv.step import AttentionBatch
@@ -69,12 +69,13 @@ class _Scoring(ctypes.Structure):
 
 @cache
 def _library() -> ctypes.CDLL | None:
-    library = open_library(pages=_Pages, batch=_Batch)
-    if library is not None:
-        pages, batch = ctypes.POINTER(_Pages), ctypes.POINTER(_Batch)
-        library.batchkv_store.argtypes = [pages, batch, _Heads, _Heads]
-        library.batchkv_attend.argtypes = [ctypes.c_int32, pages, batch, ctypes.c_int32, _Heads, _Heads, _Scoring]
-        library.batchkv_store.restype = library.batchkv_attend.restype = None
+    library = native_library()
+    if library is None or not fits(library, pages=_Pages, batch=_Batch):
+        return None
+    pages, batch = ctypes.POINTER(_Pages), ctypes.POINTER(_Batch)
+    library.batchkv_store.argtypes = [pages, batch, _Heads, _Heads]
+    library.batchkv_attend.argtypes = [ctypes.c_int32, pages, batch, ctypes.c_int32, _Heads, _Heads, _Scoring]
+    library.batchkv_store.restype = library.batchkv_attend.restype = None
     return library
 
 

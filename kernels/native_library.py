@@ -13,39 +13,49 @@ _INSTRUCTION_SETS = {"avx512": 2, "avx2": 1, "portable": 0}  # the best first
 
 
 @cache
-def _library() -> ctypes.CDLL | None:
+def native_library() -> ctypes.CDLL | None:
+    """The extension; None if it could not be built, or does not load here."""
     spec = importlib.util.find_spec(_LIBRARY)
     if spec is None or spec.origin is None:
         return None
     try:
-        return ctypes.CDLL(spec.origin)
+        library = ctypes.CDLL(spec.origin)
     except OSError:
         return None
+    library.batchkv_supports.argtypes, library.batchkv_supports.restype = [ctypes.c_int32], ctypes.c_bool
+    return library
 
 
-def open_library(**structures: type[ctypes.Structure]) -> ctypes.CDLL | None:
-    """The extension; None if it could not be built, does not load here, or was built from other sources, which shows in
-    the sizes of its structures.
+@cache
+def instruction_sets() -> tuple[str, ...]:
+    """Those that this processor has kernels for, the best first; none where there are no native kernels."""
+    library = native_library()
+    return tuple(name for name, number in _INSTRUCTION_SETS.items() if library and library.batchkv_supports(number))
+
+
+def instruction_set_number(name: str | None = None) -> int:
+    """As the C interface numbers it; by default the best.
+
+    Raises:
+        RuntimeError: this processor has no kernels for it, or they were not built.
+    """
+    there = instruction_sets()
+    name = name or next(iter(there), "any processor")
+    if name not in there:
+        raise RuntimeError(f"no native kernels for {name}: they were not built, or do not run on this machine")
+    return _INSTRUCTION_SETS[name]
+
+
+def fits(library: ctypes.CDLL | None, **structures: type[ctypes.Structure]) -> bool:
+    """Whether the extension is there and was built from these sources, which shows in the sizes of its structures.
 
     Args:
         structures: what a caller passes to it, by the name that the function of its size has.
     """
-    library = _library()
     if library is None:
-        return None
+        return False
     try:
         sizes = [getattr(library, f"batchkv_{name}_size")() for name in structures]
     except AttributeError:
-        return None
-    return library if sizes == [ctypes.sizeof(structure) for structure in structures.values()] else None
-
-
-def instruction_sets() -> list[str]:
-    """Those that this processor has kernels for, the best first; none where there are no native kernels."""
-    library = _library()
-    return [name for name, number in _INSTRUCTION_SETS.items() if library and library.batchkv_supports(number)]
-
-
-def instruction_set_number(name: str) -> int:
-    """As the C interface numbers it."""
-    return _INSTRUCTION_SETS[name]
+        return False
+    return sizes == [ctypes.sizeof(structure) for structure in structures.values()]

@@ -7,11 +7,12 @@ order, in float32, and rounded once.
 from __future__ import annotations
 
 import ctypes
+import math
 from functools import cache
 
 import torch
 
-from batchkv.kernels.native_library import instruction_set_number, instruction_sets, open_library
+from batchkv.kernels.native_library import fits, instruction_set_number, instruction_sets, native_library
 
 _DTYPES = {torch.float32: 0, torch.bfloat16: 1}
 
@@ -32,9 +33,10 @@ class _Linear(ctypes.Structure):
 
 @cache
 def _library() -> ctypes.CDLL | None:
-    library = open_library(linear=_Linear)
-    if library is not None:
-        library.batchkv_linear.argtypes, library.batchkv_linear.restype = [ctypes.c_int32, ctypes.c_void_p], None
+    library = native_library()
+    if library is None or not fits(library, linear=_Linear):
+        return None
+    library.batchkv_linear.argtypes, library.batchkv_linear.restype = [ctypes.c_int32, ctypes.c_void_p], None
     return library
 
 
@@ -51,43 +53,44 @@ def is_covered(weight: torch.Tensor, bias: torch.Tensor | None) -> bool:
         _library() is not None
         and weight.device.type == "cpu"
         and weight.dtype in _DTYPES
+        and weight.ndim == 2
+        and weight.numel() > 0
         and weight.stride(1) == 1
-        and (bias is None or (bias.dtype == weight.dtype and bias.is_contiguous()))
+        and (bias is None or (bias.dtype == weight.dtype and bias.shape == weight.shape[:1] and bias.is_contiguous()))
     )
 
 
 def linear(
     rows: torch.Tensor, weight_NK: torch.Tensor, bias_N: torch.Tensor | None = None, instruction_set: str | None = None
 ) -> torch.Tensor:
-    """`torch.nn.functional.linear` of a layer that `is_covered`, without gradients: [..., K] to [..., N].
+    """`torch.nn.functional.linear`, without gradients: [..., K] to [..., N].
 
     Args:
         instruction_set: one of `instruction_sets()`, by default the best.
 
     Raises:
-        ValueError: the rows are of another dtype or width than the weight.
+        ValueError: the layer is not one that `is_covered`, or the rows are of another dtype, width or device.
+        RuntimeError: the processor has not these instructions.
     """
-    out_features, in_features = weight_NK.shape
-    if rows.dtype != weight_NK.dtype or rows.shape[-1] != in_features:
-        raise ValueError(
-            f"rows are {rows.dtype} {tuple(rows.shape)}, the layer takes {weight_NK.dtype} [..., {in_features}]"
-        )
     library = _library()
-    if library is None:
-        raise RuntimeError("there are no native kernels: ask is_covered first")
-    rows = rows.contiguous()
+    if library is None or not is_covered(weight_NK, bias_N):
+        raise ValueError("the native kernel does not compute this layer: ask is_covered first")
+    out_features, in_features = weight_NK.shape
+    if (rows.dtype, rows.shape[-1:], rows.device) != (weight_NK.dtype, weight_NK.shape[1:], weight_NK.device):
+        found, wanted = f"{rows.dtype} {tuple(rows.shape)}", f"{weight_NK.dtype} [..., {in_features}]"
+        raise ValueError(f"rows are {found}, the layer takes {wanted}")
+    floats = rows.float().contiguous()
     out = rows.new_empty(*rows.shape[:-1], out_features)
     layer = _Linear(
-        rows.data_ptr(),
-        weight_NK.data_ptr(),
-        None if bias_N is None else bias_N.data_ptr(),
-        out.data_ptr(),
-        out.numel() // out_features,
-        in_features,
-        out_features,
-        weight_NK.stride(0),
-        _DTYPES[rows.dtype],
+        rows=floats.data_ptr(),
+        weight=weight_NK.data_ptr(),
+        bias=None if bias_N is None else bias_N.data_ptr(),
+        out=out.data_ptr(),
+        num_rows=math.prod(rows.shape[:-1]),
+        in_features=in_features,
+        out_features=out_features,
+        weight_stride=weight_NK.stride(0),
+        dtype=_DTYPES[rows.dtype],
     )
-    number = instruction_set_number(instruction_set or instruction_sets()[0])
-    library.batchkv_linear(number, ctypes.byref(layer))
+    library.batchkv_linear(instruction_set_number(instruction_set), ctypes.byref(layer))
     return out

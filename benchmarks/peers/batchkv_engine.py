@@ -22,7 +22,7 @@ from transformers import AttentionInterface  # noqa: E402
 
 from batchkv import Engine  # noqa: E402
 from batchkv.kv_layout import KVLayout, layer_specs  # noqa: E402
-from batchkv.linear_layers import with_products  # noqa: E402
+from batchkv.linear_layers import with_fast_linears  # noqa: E402
 from batchkv.model_loader import load_config, resolve_model  # noqa: E402
 
 LEFT_OUT = "left_out"
@@ -81,7 +81,7 @@ def floor(engine: Engine, steps: list[StepSize]) -> float:
     engine.model.set_attn_implementation(LEFT_OUT)
     engine.model.train(False)
     started = perf_counter()
-    with torch.inference_mode(), with_products(engine.model):
+    with torch.inference_mode(), with_fast_linears(engine.model):
         for step in steps:
             positions = torch.arange(step.tokens).unsqueeze(0)
             engine.model(

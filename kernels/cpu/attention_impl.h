@@ -91,15 +91,15 @@ struct Task {
           lo = std::min(lo, std::max(from(end), block));
           hi = std::max(hi, std::min(to(end), block + kBlock));
         }
-        if (end < last) fetch(end, block);
+        if (end < last && pages.page_size <= kBlock) fetch(end, block);
         attend_run(block, t, end, lo, hi);
       }
       t = end;
     }
   }
 
-  // Asks for what a query sees of a block: pages lie anywhere in memory. (Inline, or GCC takes it for a function without
-  // effects and leaves it out.)
+  // Asks for the pages of what a query sees of a block: they lie anywhere in memory. (Inline, or GCC takes it for a function
+  // without effects and leaves it out.)
   __attribute__((always_inline)) void fetch(int64_t token, int64_t block) const {
     const int64_t size = pages.page_size, hi = std::min(to(token), block + kBlock);
     for (int64_t p = std::max(from(token), block); p < hi; p = (p / size + 1) * size) {

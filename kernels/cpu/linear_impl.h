@@ -1,8 +1,8 @@
 // Linear layers, once for vectors of any width (vectors.h).
 //
 // A task is a panel: kLanes output features for all rows. The weight is read where it lies, kDepth input features of a
-// panel at a time, which are turned so that a vector holds one input feature of many output features; that stays in the
-// first cache while all rows pass. Turning costs as much as some eight rows do.
+// panel at a time, which are packed so that a vector holds one input feature of many output features; that stays in the
+// first cache while all rows pass. Packing costs as much as some eight rows do.
 
 namespace ISA {
 
@@ -35,7 +35,7 @@ inline void transpose(Vec (&square)[VECTOR_FLOATS]) {
 
 // The next `depth` input features of a panel's output features, whose weights are at `rows`, to panel[depth][kLanes].
 template <typename Element>
-void turn(const Element* const* rows, int64_t begin, int depth, float* panel) {
+void pack_panel(const Element* const* rows, int64_t begin, int depth, float* panel) {
   int i = 0;
   for (; i + VECTOR_FLOATS <= depth; i += VECTOR_FLOATS)
     for (int lane = 0; lane < kLanes; lane += VECTOR_FLOATS) {
@@ -50,71 +50,51 @@ void turn(const Element* const* rows, int64_t begin, int depth, float* panel) {
     for (int lane = 0; lane < kLanes; lane++) panel[i * kLanes + lane] = to_float(rows[lane][begin + i]);
 }
 
-// One panel for all rows, which are fp32 here; `sums` is [num_rows][kLanes].
+// One panel for all rows; `sums` is [num_rows][kLanes].
 template <typename Element>
-void multiply_panel(const Linear& linear, const float* rows, int64_t first, float* sums) {
-  const int64_t depth = linear.in_features, last = linear.out_features - 1;
+void multiply_panel(const Linear& layer, int64_t first, float* sums) {
+  const int64_t depth = layer.in_features, last = layer.out_features - 1;
   const int count = std::min<int64_t>(kLanes, last + 1 - first);
   const Element* weight[kLanes];  // where there are fewer features, the last one again
   for (int lane = 0; lane < kLanes; lane++)
-    weight[lane] = static_cast<const Element*>(linear.weight) + std::min(first + lane, last) * linear.weight_stride;
+    weight[lane] = static_cast<const Element*>(layer.weight) + std::min(first + lane, last) * layer.weight_stride;
   alignas(64) float panel[kDepth * kLanes];
   for (int64_t begin = 0; begin < depth; begin += kDepth) {
     const int part = std::min<int64_t>(kDepth, depth - begin);
-    turn(weight, begin, part, panel);
+    pack_panel(weight, begin, part, panel);
     const Strided<float> right{panel, kLanes};
     if (begin)
-      multiply<true>(rows + begin, depth, right, part, sums, kLanes, linear.num_rows);
+      multiply<true>(layer.rows + begin, depth, right, part, sums, kLanes, layer.num_rows);
     else
-      multiply<false>(rows, depth, right, part, sums, kLanes, linear.num_rows);
+      multiply<false>(layer.rows, depth, right, part, sums, kLanes, layer.num_rows);
   }
   float bias[kLanes] = {};
-  if (linear.bias)
-    for (int lane = 0; lane < count; lane++) bias[lane] = to_float(static_cast<const Element*>(linear.bias)[first + lane]);
-  Element* out = static_cast<Element*>(linear.out) + first;
-  for (int64_t r = 0; r < linear.num_rows; r++, out += linear.out_features, sums += kLanes)
+  if (layer.bias)
+    for (int lane = 0; lane < count; lane++) bias[lane] = to_float(static_cast<const Element*>(layer.bias)[first + lane]);
+  Element* out = static_cast<Element*>(layer.out) + first;
+  for (int64_t r = 0; r < layer.num_rows; r++, out += layer.out_features, sums += kLanes)
     if (count == kLanes)
       for (int lane = 0; lane < kLanes; lane += VECTOR_FLOATS) store_floats(load(sums + lane) + load(bias + lane), out + lane);
     else
       for (int lane = 0; lane < count; lane++) from_float(sums[lane] + bias[lane], out + lane);
 }
 
-struct Freed {
-  void operator()(float* memory) const { std::free(memory); }
-};
-using Floats = std::unique_ptr<float, Freed>;
-
-inline Floats floats(int64_t count) {
-  Floats memory(static_cast<float*>(std::malloc(std::max<int64_t>(1, count) * sizeof(float))));
-  if (!memory) std::abort();  // less than what the caller holds in rows and results
-  return memory;
-}
-
 template <typename Element>
-void linear(const Linear& linear) {
-  const int64_t panels = (linear.out_features + kLanes - 1) / kLanes, elements = linear.num_rows * linear.in_features;
-  const Element* rows = static_cast<const Element*>(linear.rows);
-  const Floats converted = floats(std::is_same_v<Element, float> ? 0 : elements);
+void multiply_panels(const Linear& layer) {
+  const int64_t panels = (layer.out_features + kLanes - 1) / kLanes;
   std::atomic<int64_t> next{0};
-#pragma omp parallel if (elements * linear.out_features >= kWorthThreads)
+#pragma omp parallel if (layer.num_rows * layer.in_features * layer.out_features >= kWorthThreads)
   {
-    if constexpr (!std::is_same_v<Element, float>) {
-#pragma omp for schedule(static)
-      for (int64_t i = 0; i < elements; i++) converted.get()[i] = to_float(rows[i]);
-    }
-    const Floats sums = floats(linear.num_rows * kLanes);
-    const float* left = converted.get();
-    if constexpr (std::is_same_v<Element, float>) left = rows;
-    for (int64_t panel; (panel = next++) < panels;)
-      multiply_panel<Element>(linear, left, panel * kLanes, sums.get());
+    std::unique_ptr<float[]> sums(new float[layer.num_rows * kLanes]);  // 64 bytes a row
+    for (int64_t panel; (panel = next++) < panels;) multiply_panel<Element>(layer, panel * kLanes, sums.get());
   }
 }
 
 void linear_layer(const Linear& layer) {
   if (layer.dtype == kFloat32)
-    linear<float>(layer);
+    multiply_panels<float>(layer);
   else
-    linear<uint16_t>(layer);
+    multiply_panels<uint16_t>(layer);
 }
 
 }  // namespace ISA

@@ -1,7 +1,7 @@
 // The C interface of sampling: leads to the kernel of an instruction set, and searches.
 #include "isa.h"
 
-DECLARE_KERNEL(void weigh(const Vocabulary&))
+DECLARE_KERNEL(void weigh(const float*, int64_t, int64_t, const float*, const float*, float*, int64_t, int64_t))
 
 namespace {
 
@@ -25,17 +25,17 @@ Found invert(const float* weights, int64_t count, double uniform) {
 
 }  // namespace
 
-extern "C" void batchkv_weigh(InstructionSet instruction_set, const Vocabulary* vocabulary) {
-  CALL_KERNEL(instruction_set, weigh(*vocabulary));
+extern "C" void batchkv_weigh(InstructionSet instruction_set, const float* logits, int64_t logits_stride, int64_t size,
+                              const float* best, const float* temperature, float* weights, int64_t padded_size,
+                              int64_t num_rows) {
+  CALL_KERNEL(instruction_set, weigh(logits, logits_stride, size, best, temperature, weights, padded_size, num_rows));
 }
 
-extern "C" void batchkv_search(const Vocabulary* vocabulary) {
-  const int64_t blocks = vocabulary->num_blocks, size = vocabulary->block_size;
-  for (int64_t row = 0; row < vocabulary->num_rows; row++) {
-    const Found block = invert(vocabulary->sums + row * blocks, blocks, vocabulary->uniform[row]);
-    const float* weights = vocabulary->weights + (row * blocks + block.index) * size;
-    vocabulary->tokens[row] = block.index * size + invert(weights, size, block.within).index;
+extern "C" void batchkv_search(const float* weights, const float* sums, const double* uniform, int64_t* tokens,
+                               int64_t num_rows, int64_t num_blocks, int64_t block_size) {
+  for (int64_t row = 0; row < num_rows; row++) {
+    const Found block = invert(sums + row * num_blocks, num_blocks, uniform[row]);
+    const float* of_block = weights + (row * num_blocks + block.index) * block_size;
+    tokens[row] = block.index * block_size + invert(of_block, block_size, block.within).index;
   }
 }
-
-extern "C" int32_t batchkv_vocabulary_size() { return sizeof(Vocabulary); }

@@ -13,12 +13,11 @@ void weigh_row(const float* logits, int64_t size, float best, float temperature,
   }
 }
 
-void weigh(const Vocabulary& vocabulary) {
-  const int64_t padded_size = vocabulary.num_blocks * vocabulary.block_size;
-#pragma omp parallel for schedule(static) if (vocabulary.num_rows * vocabulary.size >= kWorthThreads)
-  for (int64_t row = 0; row < vocabulary.num_rows; row++)
-    weigh_row(vocabulary.logits + row * vocabulary.logits_stride, vocabulary.size, vocabulary.best[row],
-              vocabulary.temperature[row], vocabulary.weights + row * padded_size, padded_size);
+void weigh(const float* logits, int64_t logits_stride, int64_t size, const float* best, const float* temperature,
+           float* weights, int64_t padded_size, int64_t num_rows) {
+#pragma omp parallel for schedule(static) if (num_rows * size >= kWorthThreads)
+  for (int64_t row = 0; row < num_rows; row++)
+    weigh_row(logits + row * logits_stride, size, best[row], temperature[row], weights + row * padded_size, padded_size);
 }
 
 }  // namespace ISA

@@ -2,24 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from batchkv.kernels.native_library import instruction_sets
 from batchkv.kernels.native_linear import is_covered, linear
+from tests.native_kernels import INSTRUCTION_SETS, needs_native
 
-INSTRUCTION_SETS: list[Any] = [
-    pytest.param(
-        name, marks=pytest.mark.skipif(name not in instruction_sets(), reason="not built, or not this processor's")
-    )
-    for name in ("portable", "avx2", "avx512")
-]
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 1e-2}  # of the results' root mean square
-needs_native = pytest.mark.skipif(not instruction_sets(), reason="the native kernels were not built")
 
 # Around what vectors, panels of output features and blocks of input features are cut into.
 ROWS = st.sampled_from([0, 1, 2, 5, 6, 7, 16, 33])
@@ -103,6 +94,12 @@ def test_what_the_kernel_does_not_compute_is_not_covered() -> None:
     assert not is_covered(torch.zeros(4, 4).T[:, ::2], None)
     assert not is_covered(torch.zeros(4, 4), torch.zeros(8)[::2])
     assert not is_covered(torch.zeros(4, 4), torch.zeros(4, dtype=torch.bfloat16))
+    assert not is_covered(torch.zeros(4, 4), torch.zeros(1))
+    assert not is_covered(torch.zeros(4), None)
+    assert not is_covered(torch.zeros(4, 0), None)
+    assert not is_covered(torch.zeros(0, 4), None)
+    with pytest.raises(ValueError, match="ask is_covered first"):
+        linear(torch.zeros(2, 4), torch.zeros(4, 4), torch.zeros(1))
 
 
 @needs_native
@@ -111,3 +108,5 @@ def test_rows_of_another_kind_are_refused() -> None:
         linear(torch.zeros(2, 5), torch.zeros(3, 4))
     with pytest.raises(ValueError, match=r"rows are torch\.bfloat16"):
         linear(torch.zeros(2, 4, dtype=torch.bfloat16), torch.zeros(3, 4))
+    with pytest.raises(ValueError, match="the layer takes"):
+        linear(torch.zeros(2, 4, device="meta"), torch.zeros(3, 4))

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 import pytest
 import torch
@@ -12,17 +10,11 @@ from hypothesis import strategies as st
 
 from batchkv import sampler
 from batchkv.kernels import native_sampling
-from batchkv.kernels.native_library import instruction_sets
+from tests.native_kernels import INSTRUCTION_SETS, needs_native
 
-INSTRUCTION_SETS: list[Any] = [
-    pytest.param(
-        name, marks=pytest.mark.skipif(name not in instruction_sets(), reason="not built, or not this processor's")
-    )
-    for name in ("portable", "avx2", "avx512")
-]
 BLOCK = 32
 
-pytestmark = pytest.mark.skipif(not instruction_sets(), reason="the native kernels were not built")
+pytestmark = needs_native
 
 
 def weigh(logits_BV: torch.Tensor, temperature: float, instruction_set: str) -> torch.Tensor:

@@ -13,9 +13,10 @@ from torch import nn
 from transformers.pytorch_utils import Conv1D
 
 from batchkv.batch_invariance import row_multiple
-from batchkv.config import KVDtype
+from batchkv.config import Dtype, KVDtype
 from batchkv.engine import Engine
 from batchkv.errors import UserError
+from batchkv.kernels import native_linear
 from batchkv.kernels.native_attention import is_covered
 from batchkv.sampling_params import SamplingParams
 from batchkv.writer import summary_of
@@ -40,22 +41,25 @@ def results(engine: Engine, table: pa.Table) -> list[tuple[Any, ...]]:
 
 @needs_native
 @pytest.mark.parametrize(
-    ("family", "is_loaded", "kv_dtype"),
+    ("family", "dtype", "is_loaded", "kv_dtype"),
     [
-        ("llama", False, "auto"),
-        ("gemma2", False, "int8"),
-        ("phi3", False, "auto"),
-        ("llama", True, "int8"),
-        ("qwen2", True, "auto"),
+        ("llama", "float32", False, "auto"),
+        ("gemma2", "float32", False, "int8"),
+        ("phi3", "bfloat16", False, "auto"),
+        ("llama", "float32", True, "int8"),
+        ("qwen2", "bfloat16", True, "auto"),
     ],
 )
 def test_tokens_and_logprobs_do_not_depend_on_what_runs_together(
-    family: str, is_loaded: bool, kv_dtype: KVDtype, tmp_path: Path
+    family: str, dtype: Dtype, is_loaded: bool, kv_dtype: KVDtype, tmp_path: Path
 ) -> None:
-    live = FAMILIES[family]()
-    model = save_tiny(live, tmp_path) if is_loaded else live  # a loaded model has packed layers
+    if dtype == "bfloat16" and not native_linear.is_fastest():
+        pytest.skip("in bfloat16 that holds for native linear layers")
+    live = FAMILIES[family]().to(getattr(torch, dtype))
+    model = save_tiny(live, tmp_path) if is_loaded else live  # which may have packed layers
+    options: dict[str, Any] = {"kv_dtype": kv_dtype} | ({"dtype": dtype} if is_loaded else {})
     table = jobs()
-    engine = Engine(model, kv_dtype=kv_dtype, deterministic=True)
+    engine = Engine(model, **options, deterministic=True)
     expected = results(engine, table)
     assert summary_of(engine.run(table, SamplingParams(max_tokens=1)).schema)["batch_invariant"]
     shuffled = table.take(np.random.default_rng(1).permutation(len(table)))
@@ -70,7 +74,7 @@ def test_tokens_and_logprobs_do_not_depend_on_what_runs_together(
         {"kv_memory": 300 * engine.layout.bytes_per_token},
     ]
     for variant in variants:
-        assert results(Engine(model, kv_dtype=kv_dtype, **variant), table) == expected, variant
+        assert results(Engine(model, **options | variant), table) == expected, variant
 
 
 class RoundsBelow(nn.Linear):
@@ -104,6 +108,17 @@ def test_activations_that_depend_on_how_threads_share_them_are_noticed(width: in
         torch.set_num_threads(threads)
     assert all(is_same.values()) or found != 16
     assert found is None or all(same for n, same in is_same.items() if n % found == 0)
+
+
+def test_a_layer_with_a_way_of_its_own_is_tried_beside_others_of_its_size() -> None:
+    plain, other = nn.Linear(48, 48), nn.Linear(48, 48)
+    assert row_multiple(nn.Sequential(plain, nn.Linear(48, 48))) is not None
+
+    def forward(rows: torch.Tensor) -> torch.Tensor:
+        return nn.functional.linear(rows, other.weight, other.bias) * (1 + 1e-6 * len(rows))
+
+    other.forward = forward  # type: ignore[method-assign]
+    assert row_multiple(nn.Sequential(plain, other)) is None
 
 
 def test_products_that_are_not_linear_layers_are_not_taken_for_invariant() -> None:

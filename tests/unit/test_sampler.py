@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -12,10 +13,20 @@ from hypothesis import strategies as st
 from transformers.generation.logits_process import MinPLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
 from batchkv import sampler
+from batchkv.kernels import native_sampling
 from batchkv.random_numbers import stream_keys
 from batchkv.sampler import AllowedTokens, SamplingBatch
 from batchkv.sampling_params import SamplingParams
 from batchkv.transfers import HostCopies
+
+
+@pytest.fixture(params=["native", "torch"], scope="module", autouse=True)
+def implementation(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Whatever this machine has."""
+    with pytest.MonkeyPatch.context() as patch:
+        if request.param == "torch":
+            patch.setattr(native_sampling, "is_covered", lambda _: False)
+        yield
 
 
 @dataclass(frozen=True)
