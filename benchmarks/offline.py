@@ -153,7 +153,7 @@ def _runner(request: Request, files: ModelFiles, environments: Path, timeout_s: 
 def _command(job: Job, request: Request, peers: str, repeats: int, model: str) -> str:
     """The command to run again, without the paths of this machine."""
     options = {
-        "peers": peers,
+        "peers": peers or '""',
         "repeats": repeats,
         "model": Path(model).name,
         "dtype": request.dtype,
