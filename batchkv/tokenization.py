@@ -137,17 +137,10 @@ def _encode(texts: pa.LargeStringArray, tokenizer: Tokenizer, *, add_special_tok
     if len(texts) == 0:
         return TokenArena.from_rows([])
     adds_bos = add_special_tokens and _adds_bos(tokenizer)
-    backend = _backend(tokenizer)
-
     tokens: list[TokenIds] = []
     lengths: list[npt.NDArray[np.int64]] = []
     for start in range(0, len(texts), BATCH_TEXTS):
-        batch = texts.slice(start, BATCH_TEXTS).to_pylist()
-        if backend is None:
-            ids = token_ids_of(batch, tokenizer, add_special_tokens)
-        else:
-            _set_options(backend, tokenizer)
-            ids = [one.ids for one in backend.encode_batch_fast(batch, add_special_tokens=add_special_tokens)]
+        ids = token_ids_of(texts.slice(start, BATCH_TEXTS).to_pylist(), tokenizer, add_special_tokens)
         lengths.append(np.fromiter(map(len, ids), np.int64, len(ids)))
         tokens.append(np.fromiter(chain.from_iterable(ids), np.int32, int(lengths[-1].sum())))
     arena = TokenArena.from_lengths(np.concatenate(tokens), np.concatenate(lengths))
@@ -173,6 +166,10 @@ def continuation_ids(continuations: Sequence[str | TokenIds], tokenizer: Tokeniz
 
 def token_ids_of(texts: list[str], tokenizer: Tokenizer, add_special_tokens: bool) -> list[list[int]]:
     """The token ids of each text; no more than `BATCH_TEXTS` are meant to be handed over at once."""
+    backend = _backend(tokenizer)
+    if backend is not None:
+        _set_options(backend, tokenizer)
+        return [one.ids for one in backend.encode_batch_fast(texts, add_special_tokens=add_special_tokens)]
     # Not verbose: the tokenizer would warn of its own length limit, which is not the model's.
     encoding = tokenizer(
         texts,

@@ -46,14 +46,12 @@ def instruction_set_number(name: str | None = None) -> int:
     return _INSTRUCTION_SETS[name]
 
 
-def fits(library: ctypes.CDLL | None, **structures: type[ctypes.Structure]) -> bool:
-    """Whether the extension is there and was built from these sources, which shows in the sizes of its structures.
+def fits(library: ctypes.CDLL, **structures: type[ctypes.Structure]) -> bool:
+    """Whether the extension was built from these sources, which shows in the sizes of its structures.
 
     Args:
         structures: what a caller passes to it, by the name that the function of its size has.
     """
-    if library is None:
-        return False
     try:
         sizes = [getattr(library, f"batchkv_{name}_size")() for name in structures]
     except AttributeError:

@@ -14,6 +14,7 @@ from transformers import PreTrainedTokenizerFast
 from batchkv import turns
 from batchkv.errors import RowError
 from batchkv.io.prompts import Message
+from batchkv.tokenization import token_ids_of
 from batchkv.turns import Turn, TurnTokenizer, end_token_of
 from tests.tiny_models import EOS, IM_END, tiny_tokenizer
 
@@ -189,18 +190,18 @@ def test_the_turn_may_hold_the_text_that_stands_for_the_reply() -> None:
 def test_the_same_turn_is_made_once(monkeypatch: pytest.MonkeyPatch) -> None:
     tokenizer = tokenizer_of(TEMPLATES["chatml"][0])
     calls: list[str] = []
-    apply, call = PreTrainedTokenizerFast.apply_chat_template, PreTrainedTokenizerFast.__call__
+    apply = PreTrainedTokenizerFast.apply_chat_template
 
     def spy_apply(self: Any, conversation: Any, **options: Any) -> Any:
         calls.append("render")
         return apply(self, conversation, **options)
 
-    def spy_call(self: Any, text: Any, **options: Any) -> Any:
-        calls.append(f"tokenize {len(text)}")
-        return call(self, text, **options)
+    def spy_ids(texts: list[str], *args: Any) -> list[list[int]]:
+        calls.append(f"tokenize {len(texts)}")
+        return token_ids_of(texts, *args)
 
     monkeypatch.setattr(PreTrainedTokenizerFast, "apply_chat_template", spy_apply)
-    monkeypatch.setattr(PreTrainedTokenizerFast, "__call__", spy_call)
+    monkeypatch.setattr("batchkv.turns.token_ids_of", spy_ids)
     maker = TurnTokenizer(tokenizer, max_cached=2)
     end = id_of(tokenizer, IM_END)
     first = maker.token_ids([Turn(TURN, end)] * 5 + [Turn(TURN, None), Turn("text", None)])
