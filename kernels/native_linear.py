@@ -79,10 +79,10 @@ def linear(
     if (rows.dtype, rows.shape[-1:], rows.device) != (weight_NK.dtype, weight_NK.shape[1:], weight_NK.device):
         found, wanted = f"{rows.dtype} {tuple(rows.shape)}", f"{weight_NK.dtype} [..., {in_features}]"
         raise ValueError(f"rows are {found}, the layer takes {wanted}")
-    floats = rows.float().contiguous()
+    rows = rows.contiguous()
     out = rows.new_empty(*rows.shape[:-1], out_features)
     layer = _Linear(
-        rows=floats.data_ptr(),
+        rows=rows.data_ptr(),
         weight=weight_NK.data_ptr(),
         bias=None if bias_N is None else bias_N.data_ptr(),
         out=out.data_ptr(),

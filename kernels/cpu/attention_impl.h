@@ -145,7 +145,7 @@ struct Task {
   // Scores of a run's rows with the keys of one group of lanes; those with keys outside [lo, hi) are anything.
   void score_keys(int64_t token, int64_t block, int group_number, int64_t lo, int64_t hi, int64_t row, int rows) {
     const auto multiply_by = [&](auto keys) {
-      multiply<false>(&scratch.query[row * pages.key_dim], pages.key_dim, keys, pages.key_dim,
+      multiply<false>(Rows{&scratch.query[row * pages.key_dim], pages.key_dim}, keys, pages.key_dim,
                       &scratch.scores[row * kBlock + group_number * kLanes], kBlock, rows);
     };
     const int64_t size = pages.page_size, begin = block + group_number * kLanes;
@@ -168,7 +168,7 @@ struct Task {
   // Adds to the results of a run's rows the values in [lo, hi), by the weights that the scores have become.
   void weigh_values(int64_t token, int64_t block, int64_t lo, int64_t hi, int64_t row, int rows) {
     const auto multiply_by = [&](auto values, int d) {
-      multiply<true>(&scratch.scores[row * kBlock + lo - block], kBlock, values, hi - lo,
+      multiply<true>(Rows{&scratch.scores[row * kBlock + lo - block], kBlock}, values, hi - lo,
                      &scratch.out[row * pages.value_stride + d], pages.value_stride, rows);
     };
     const int64_t stride = pages.value_stride;

@@ -5,11 +5,10 @@
 
 extern "C" {
 
-// out[r][n] = bias[n] + sum over k of rows[r][k] * weight[n][k], summed in fp32. Weight, bias and results are all fp32, or
-// all bf16; rows are fp32. Only the weight may have a stride, in elements, as it has in a part of a larger one. There is at
-// least one input and one output feature.
+// out[r][n] = bias[n] + sum over k of rows[r][k] * weight[n][k], summed in fp32. All are fp32, or all bf16. Only the weight
+// may have a stride, in elements, as it has in a part of a larger one. There is at least one input and one output feature.
 struct Linear {
-  const float* rows;   // [num_rows][in_features]
+  const void* rows;    // [num_rows][in_features]
   const void* weight;  // [out_features][in_features]
   const void* bias;    // [out_features] or null
   void* out;           // [num_rows][out_features]

@@ -87,7 +87,22 @@ inline void store_floats(Vec floats, uint16_t* to) {
   std::memcpy(to, &half, sizeof(half));
 }
 
-// Rows of the right side of a product: evenly spaced, or anywhere.
+// Rows of the left side of a product: one after the other, or in strips of kMostRows, in which what is multiplied by the
+// same row of the right side lies side by side.
+struct Rows {
+  const float* base;
+  int64_t stride;
+  float operator()(int r, int i) const { return base[r * stride + i]; }
+  Rows after(int rows) const { return {base + rows * stride, stride}; }
+};
+struct Strips {
+  const float* base;
+  int64_t depth;
+  float operator()(int r, int i) const { return base[i * kMostRows + r]; }
+  Strips after(int rows) const { return {base + rows * depth, depth}; }  // whole strips
+};
+
+// Rows of the right side: evenly spaced, or anywhere.
 template <typename Element>
 struct Strided {
   const Element* base;
@@ -101,9 +116,9 @@ struct Listed {
   const Element* operator[](int i) const { return rows[i] + offset; }
 };
 
-// out[r][0, 16) (+)= sum over i < depth of left[r][i] * right[i][0, 16), for R rows.
-template <int R, bool kAccumulate, typename Right>
-inline void multiply_rows(const float* left, int64_t left_stride, Right right, int depth, float* out, int64_t out_stride) {
+// out[r][0, 16) (+)= sum over i < depth of left(r, i) * right[i][0, 16), for R rows.
+template <int R, bool kAccumulate, typename Left, typename Right>
+inline void multiply_rows(Left left, Right right, int depth, float* out, int64_t out_stride) {
   Vec sum[R][kVecs];
 #pragma GCC unroll 16
   for (int r = 0; r < R; r++)
@@ -116,7 +131,7 @@ inline void multiply_rows(const float* left, int64_t left_stride, Right right, i
     for (int v = 0; v < kVecs; v++) b[v] = load_floats(row + v * VECTOR_FLOATS);
 #pragma GCC unroll 16
     for (int r = 0; r < R; r++) {
-      Vec a = all(left[r * left_stride + i]);
+      Vec a = all(left(r, i));
 #pragma GCC unroll 16
       for (int v = 0; v < kVecs; v++) sum[r][v] = a * b[v] + sum[r][v];
     }
@@ -128,13 +143,12 @@ inline void multiply_rows(const float* left, int64_t left_stride, Right right, i
 }
 
 // The same for any number of rows.
-template <bool kAccumulate, typename Right, int R = kMostRows>
-inline void multiply(const float* left, int64_t left_stride, Right right, int depth, float* out, int64_t out_stride,
-                     int rows) {
-  for (; rows >= R; rows -= R, left += R * left_stride, out += R * out_stride)
-    multiply_rows<R, kAccumulate>(left, left_stride, right, depth, out, out_stride);
+template <bool kAccumulate, typename Left, typename Right, int R = kMostRows>
+inline void multiply(Left left, Right right, int depth, float* out, int64_t out_stride, int rows) {
+  for (; rows >= R; rows -= R, left = left.after(R), out += R * out_stride)
+    multiply_rows<R, kAccumulate>(left, right, depth, out, out_stride);
   if constexpr (R > 1) {
-    if (rows) multiply<kAccumulate, Right, R - 1>(left, left_stride, right, depth, out, out_stride, rows);
+    if (rows) multiply<kAccumulate, Left, Right, R - 1>(left, right, depth, out, out_stride, rows);
   }
 }
 
