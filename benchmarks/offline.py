@@ -6,6 +6,7 @@ import signal
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Annotated
 
@@ -16,8 +17,8 @@ from batchkv.errors import UserError
 from benchmarks import machine
 from benchmarks.comparison import ENOUGH_RATIOS, Pair, Series, comparison_table, markdown
 from benchmarks.model_files import ModelFiles, model_files
-from benchmarks.peer import BATCHKV, ENVIRONMENTS, PEERS, Peer
-from benchmarks.protocol import Failure, Outcome, Request
+from benchmarks.peer import BATCHKV, ENVIRONMENTS, PEERS, Peer, PeerProcess
+from benchmarks.protocol import Failure, Limits, Outcome
 from benchmarks.results_file import RESULTS, write_section
 
 Run = Callable[[Peer], Outcome | Failure]
@@ -29,11 +30,13 @@ class Job:
 
     Attributes:
         path: Parquet.
+        limit: only the first rows; None runs all.
         rows: that are run.
         greedy: of every sample.
     """
 
     path: Path
+    limit: int | None
     rows: int
     greedy: tuple[bool, ...]
 
@@ -46,7 +49,7 @@ class Job:
             for name, default in columns.items()
         ]
         samples = [temperature == 0 for n, temperature in zip(*given, strict=True) for _ in range(int(n))]
-        return cls(path, len(frame), tuple(samples))
+        return cls(path, limit, len(frame), tuple(samples))
 
 
 def take_turns(peers: list[Peer], missing: Mapping[str, Failure], repeats: int, run: Run) -> Iterator[Series]:
@@ -88,13 +91,13 @@ def parse_peers(names: str) -> list[Peer]:
     return [PEERS[name] for name in wanted]
 
 
-def describe_job(job: Job, request: Request, series: list[Series], repeats: int) -> str:
+def describe_job(job: Job, limits: Limits, series: list[Series], repeats: int) -> str:
     """What stands above a table."""
     outcome = series[0].pairs[-1].peer
     return (
-        f"{job.path.name}: {job.rows:,} rows{' (limited: no result)' if request.limit else ''}, "
-        f"{outcome.prompt_tokens:,} prompt tokens, {outcome.generated_tokens:,} generated; {request.dtype}, "
-        f"{request.kv_tokens:,} KV tokens, at most {request.max_rows} sequences, {request.threads} threads, "
+        f"{job.path.name}: {job.rows:,} rows{' (limited: no result)' if job.limit else ''}, "
+        f"{outcome.prompt_tokens:,} prompt tokens, {outcome.generated_tokens:,} generated; {limits.dtype}, "
+        f"{limits.kv_tokens:,} KV tokens, at most {limits.max_rows} sequences, {limits.threads} threads, "
         f"{repeats} rounds"
     )
 
@@ -112,6 +115,9 @@ def main(
     environments: Annotated[
         Path, typer.Option(envvar="BATCHKV_PEERS", help="Folder of the peers' virtual environments.")
     ] = ENVIRONMENTS,
+    stay_loaded: Annotated[
+        bool, typer.Option("--stay-loaded", help="Load every engine once for all runs, of all jobs.")
+    ] = False,
     timeout: Annotated[float, typer.Option(help="Most seconds for one run.")] = 3600.0,
     write: Annotated[bool, typer.Option("--write", help=f"Also write the tables to {RESULTS.name}.")] = False,
 ) -> None:
@@ -122,48 +128,77 @@ def main(
         chosen = parse_peers(peers)
         files = model_files(model)
         missing = {peer.name: failure for peer in chosen if (failure := peer.missing(files, environments))}
-        for job in [Job.read(path, limit) for path in jobs]:
-            request = Request(job.path, dtype, limit, kv_tokens, max_rows, threads or machine.cores())
-            series = list(take_turns(chosen, missing, repeats, _runner(request, files, environments, timeout)))
-            table = markdown(comparison_table(series, job.greedy))
-            caption = describe_job(job, request, series, repeats)
-            print(f"\n{caption}\n\n{table}\n")
-            if write:
-                command = _command(job, request, peers, repeats, model)
-                body = f"`{command}`\n\n{machine.describe()}\n\n{caption}\n\n{table}"
-                write_section(f"{job.path.stem}, {dtype}, {kv_tokens:,} KV tokens", body)
+        limits = Limits(dtype, kv_tokens, max_rows, threads or machine.cores())
+        read = [Job.read(path, limit) for path in jobs]
+        with Engines(limits, files, environments, stay_loaded=stay_loaded) as engines:
+            for job in read:
+                run = partial(engines.run, job.path, limit, timeout)
+                series = list(take_turns(chosen, missing, repeats, run))
+                table = markdown(comparison_table(series, job.greedy))
+                caption = describe_job(job, limits, series, repeats)
+                print(f"\n{caption}\n\n{table}\n", flush=True)
+                if write:
+                    command = _command(job, limits, peers, repeats, model, stay_loaded)
+                    body = f"`{command}`\n\n{machine.describe()}\n\n{caption}\n\n{table}"
+                    write_section(f"{job.path.stem}, {dtype}, {kv_tokens:,} KV tokens", body)
     except (UserError, OSError) as error:
         print(f"benchmarks: {error}", file=sys.stderr)
         raise typer.Exit(2) from error
 
 
-def _runner(request: Request, files: ModelFiles, environments: Path, timeout_s: float) -> Run:
-    """Runs a peer and says so on stderr."""
+class Engines:
+    """The processes of a series of runs.
 
-    def run(peer: Peer) -> Outcome | Failure:
+    Args:
+        limits: what they are loaded for.
+        files: the model.
+        environments: folder of the peers' virtual environments.
+        stay_loaded: a process takes as many runs as it can; else each run is in a process of its own.
+    """
+
+    def __init__(self, limits: Limits, files: ModelFiles, environments: Path, *, stay_loaded: bool) -> None:
+        self._limits, self._files, self._environments = limits, files, environments
+        self._stay_loaded = stay_loaded
+        self._processes: dict[str, PeerProcess] = {}
+
+    def __enter__(self) -> Engines:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for name in list(self._processes):
+            self._processes.pop(name).end()
+
+    def run(self, job: Path, limit: int | None, timeout_s: float, peer: Peer) -> Outcome | Failure:
+        """Runs a job, and says so on stderr."""
         busy = machine.load_average()
-        outcome = peer.run(request, files, environments, timeout_s)
+        outcome = self._process(peer).run(job, limit, timeout_s)
+        if not self._stay_loaded or peer.runs_once or isinstance(outcome, Failure):
+            self._processes.pop(peer.name).end()
         told = outcome.reason if isinstance(outcome, Failure) else f"{outcome.run_s:.2f} s, load {outcome.load_s:.1f} s"
-        print(f"{request.job.stem} {peer.name}: {told} (load average before: {busy:.1f})", file=sys.stderr, flush=True)
+        print(f"{job.stem} {peer.name}: {told} (load average before: {busy:.1f})", file=sys.stderr, flush=True)
         return outcome
 
-    return run
+    def _process(self, peer: Peer) -> PeerProcess:
+        if peer.name not in self._processes:
+            command = peer.command(self._limits, self._files, self._environments)
+            self._processes[peer.name] = PeerProcess(command)
+        return self._processes[peer.name]
 
 
-def _command(job: Job, request: Request, peers: str, repeats: int, model: str) -> str:
+def _command(job: Job, limits: Limits, peers: str, repeats: int, model: str, stay_loaded: bool) -> str:
     """The command to run again, without the paths of this machine."""
     options = {
         "peers": peers or '""',
         "repeats": repeats,
         "model": Path(model).name,
-        "dtype": request.dtype,
-        "limit": request.limit,
-        "kv-tokens": request.kv_tokens,
-        "max-rows": request.max_rows,
-        "threads": request.threads,
+        "dtype": limits.dtype,
+        "limit": job.limit,
+        "kv-tokens": limits.kv_tokens,
+        "max-rows": limits.max_rows,
+        "threads": limits.threads,
     }
     given = [f"--{name} {value}" for name, value in options.items() if value is not None]
-    return " ".join(["python -m benchmarks.offline", job.path.name, *given])
+    return " ".join(["python -m benchmarks.offline", job.path.name, *given, *["--stay-loaded"] * stay_loaded])
 
 
 if __name__ == "__main__":

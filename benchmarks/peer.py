@@ -1,4 +1,4 @@
-"""The peers: their scripts and their environments."""
+"""The peers: their scripts, their environments, and the processes that they run in."""
 
 from __future__ import annotations
 
@@ -6,11 +6,15 @@ import os
 import signal
 import subprocess
 import sys
-from dataclasses import dataclass
+import tempfile
+import threading
+from contextlib import suppress
+from dataclasses import dataclass, replace
 from pathlib import Path
 
+from batchkv.errors import UserError
 from benchmarks.model_files import ModelFiles
-from benchmarks.protocol import Failure, Outcome, Request, parse_failure, parse_outcome
+from benchmarks.protocol import Failure, Limits, Outcome, parse_failure, parse_outcome, request_line
 
 SCRIPTS = Path(__file__).parent / "peers"
 ENVIRONMENTS = Path(__file__).parent / ".peers"
@@ -26,6 +30,8 @@ class Peer:
         environment: folder of its virtual environment below the folder of all of them.
         takes_gguf: it is given the GGUF file instead of safetensors.
         needs_own: it does not run in batchkv's environment, which has transformers.
+        dtype: of weights and KV, whatever is asked for.
+        runs_once: a process answers one run only.
     """
 
     name: str
@@ -33,6 +39,8 @@ class Peer:
     environment: str
     takes_gguf: bool = False
     needs_own: bool = True
+    dtype: str | None = None
+    runs_once: bool = False
 
     def python(self, environments: Path) -> Path | None:
         """The interpreter to run it with; None if there is none."""
@@ -49,14 +57,18 @@ class Peer:
             return Failure("not run: it takes GGUF files, and the model is none")
         return None
 
-    def run(self, request: Request, files: ModelFiles, environments: Path, timeout_s: float) -> Outcome | Failure:
-        """One run in a process of its own."""
+    def command(self, limits: Limits, files: ModelFiles, environments: Path) -> list[str]:
+        """What starts its script.
+
+        Raises:
+            UserError: it is `missing`.
+        """
         python = self.python(environments)
         model = files.gguf if self.takes_gguf else files.safetensors
         if python is None or model is None:
-            return self.missing(files, environments) or Failure("failed: its environment has gone")
-        command = [str(python), str(SCRIPTS / self.script), *request.arguments(model)]
-        return _answer_of(command, timeout_s)
+            raise UserError(f"{self.name}: its environment or its model has gone")
+        limits = replace(limits, dtype=self.dtype or limits.dtype)
+        return [str(python), str(SCRIPTS / self.script), *limits.arguments(model)]
 
 
 BATCHKV = Peer("batchkv", "batchkv_engine.py", "batchkv", needs_own=False)
@@ -66,43 +78,70 @@ PEERS = {
         Peer("transformers", "transformers_generate.py", "transformers", needs_own=False),
         Peer("transformers-cb", "transformers_continuous.py", "transformers", needs_own=False),
         Peer("vllm", "vllm_cpu.py", "vllm"),
-        Peer("max", "max_pipeline.py", "max"),
+        Peer("vllm-float32", "vllm_cpu.py", "vllm", dtype="float32"),
+        Peer("max", "max_pipeline.py", "max", runs_once=True),
         Peer("llama.cpp", "llama_cpp_batch.py", "llama_cpp", takes_gguf=True),
     )
 }
 
 
-def _answer_of(command: list[str], timeout_s: float) -> Outcome | Failure:
-    """What a script answers. Engines start processes of their own, so the whole session is ended with it."""
-    process = subprocess.Popen(
-        command,
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        errors="replace",
-        env=_environment(),
-        start_new_session=True,
-    )
-    try:
-        stdout, stderr = process.communicate(timeout=timeout_s)
-    except subprocess.TimeoutExpired:
-        return Failure(f"failed: no answer within {timeout_s:.0f} s")
-    finally:
-        _end_session(process)
-    outcome = parse_outcome(stdout)
-    if outcome is None or process.returncode:
-        return parse_failure(stderr, process.returncode)
-    return outcome
+class PeerProcess:
+    """A peer's script in a process of its own: loaded once, it answers one run after the other.
 
+    Engines start processes of their own, so the whole session is ended with it.
 
-def _end_session(process: subprocess.Popen[str]) -> None:
-    try:
-        os.killpg(process.pid, signal.SIGKILL)
-    except ProcessLookupError:
-        return
-    finally:
-        process.wait()
+    Args:
+        command: see `Peer.command`.
+    """
+
+    def __init__(self, command: list[str]) -> None:
+        self._errors = tempfile.TemporaryFile(mode="w+", errors="replace")  # noqa: SIM115 - for as long as the process
+        self._process = subprocess.Popen(
+            command,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=self._errors,
+            text=True,
+            errors="replace",
+            env=_environment(),
+            start_new_session=True,
+        )
+        self._is_late = False
+
+    def run(self, job: Path, limit: int | None, timeout_s: float) -> Outcome | Failure:
+        """One run; after a failure the process has ended."""
+        timer = threading.Timer(timeout_s, self._expire)
+        timer.start()
+        try:
+            outcome = self._answer(request_line(job, limit))
+        finally:
+            timer.cancel()
+        if outcome is not None:
+            return outcome
+        self.end()
+        if self._is_late:
+            return Failure(f"failed: no answer within {timeout_s:g} s")
+        self._errors.seek(0)
+        return parse_failure(self._errors.read(), self._process.returncode)
+
+    def _answer(self, request: str) -> Outcome | None:
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        with suppress(BrokenPipeError):  # it has failed: its errors say why
+            self._process.stdin.write(request)
+            self._process.stdin.flush()
+        outcomes = (parse_outcome(line) for line in self._process.stdout)
+        return next((outcome for outcome in outcomes if outcome is not None), None)
+
+    def _expire(self) -> None:
+        self._is_late = True
+        self.end()
+
+    def end(self) -> None:
+        """Ends it with all that it has started."""
+        with suppress(ProcessLookupError):
+            os.killpg(self._process.pid, signal.SIGKILL)
+        self._process.wait()
 
 
 def _environment() -> dict[str, str]:

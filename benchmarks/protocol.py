@@ -1,4 +1,4 @@
-"""What the harness asks of a peer's script and what it gets back: arguments, and one JSON line."""
+"""What the harness asks of a peer's script and what it gets back: arguments, and a JSON line for each run."""
 
 from __future__ import annotations
 
@@ -11,12 +11,10 @@ Tokens = tuple[tuple[int, ...], ...]  # of every sample, in order
 
 
 @dataclass(frozen=True, slots=True)
-class Request:
-    """A run that a peer is asked for; see `peers/peer_protocol.py` for the fields."""
+class Limits:
+    """What engines are loaded for; see `Task` in `peers/peer_protocol.py` for the fields."""
 
-    job: Path
     dtype: str
-    limit: int | None
     kv_tokens: int
     max_rows: int
     threads: int
@@ -24,15 +22,18 @@ class Request:
     def arguments(self, model: Path) -> list[str]:
         """The command line of a peer's script."""
         options = {
-            "--job": self.job,
             "--model": model,
             "--dtype": self.dtype,
-            "--limit": self.limit,
             "--kv-tokens": self.kv_tokens,
             "--max-rows": self.max_rows,
             "--threads": self.threads,
         }
-        return [word for name, value in options.items() if value is not None for word in (name, str(value))]
+        return [word for name, value in options.items() for word in (name, str(value))]
+
+
+def request_line(job: Path, limit: int | None) -> str:
+    """What asks a peer's script to run a job, or its first rows."""
+    return json.dumps({"job": str(job.absolute()), "limit": limit}) + "\n"
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,15 +62,13 @@ class Failure:
     reason: str
 
 
-def parse_outcome(stdout: str) -> Outcome | None:
-    """The answer in what a script printed; None if there is none. Engines print to stdout, too."""
-    names = {field.name for field in fields(Outcome)}
-    for line in reversed(stdout.splitlines()):
-        answer = _json_object(line)
-        if answer is not None and answer.keys() == names:
-            token_ids = tuple(tuple(sample) for sample in answer.pop("token_ids"))
-            return Outcome(token_ids=token_ids, **answer)
-    return None
+def parse_outcome(line: str) -> Outcome | None:
+    """The answer in a line that a script printed; None if it is none. Engines print to stdout, too."""
+    answer = _json_object(line)
+    if answer is None or answer.keys() != {field.name for field in fields(Outcome)}:
+        return None
+    token_ids = tuple(tuple(sample) for sample in answer.pop("token_ids"))
+    return Outcome(token_ids=token_ids, **answer)
 
 
 def parse_failure(stderr: str, code: int) -> Failure:

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from time import perf_counter
 from typing import Any
 
-from peer_protocol import Params, Row, Samples, Task, answer, measure, parse_task, read_rows
+from peer_protocol import Params, Row, Samples, Task, parse_task, serve
 
 STARTED = perf_counter()
 
@@ -111,6 +111,11 @@ class Driver:
         self._batch = llama_cpp.llama_batch_init(task.kv_tokens, 0, params.n_seq_max)
         self._samplers: dict[Params, Any] = {}
         self.end_token = llama_cpp.llama_vocab_eos(llama_cpp.llama_model_get_vocab(model))
+
+    def forget(self) -> None:
+        """Drops all KV, and the samplers with how far they are in their random numbers."""
+        llama_cpp.llama_memory_clear(self._memory, True)
+        self._samplers.clear()
 
     def run(self, window: list[Sequence], before: list[Sequence]) -> None:
         """Generates for a window; `before` is the one before it, whose KV is still there."""
@@ -209,6 +214,7 @@ def sampler_chain(params: Params) -> Any:
 
 
 def run(driver: Driver, task: Task, rows: list[Row]) -> Samples:
+    driver.forget()
     before: list[Sequence] = []
     samples: Samples = [[] for _ in rows]
     for window in windows(in_order(rows), driver.size, task.kv_tokens):
@@ -222,9 +228,8 @@ def run(driver: Driver, task: Task, rows: list[Row]) -> Samples:
 def main() -> None:
     task = parse_task()
     driver = Driver(task)
-    rows = read_rows(task.job, task.limit)
     note = f"weights as in {task.model.name}, KV in float16, {driver.size} sequences, driven from Python"
-    answer(measure(STARTED, rows, lambda rows: run(driver, task, rows), distribution="llama-cpp-python", note=note))
+    serve(STARTED, lambda rows: run(driver, task, rows), distribution="llama-cpp-python", note=note)
 
 
 if __name__ == "__main__":

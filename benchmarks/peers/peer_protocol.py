@@ -1,4 +1,7 @@
-"""What every peer's script shares: its arguments, the rows of the job, and the answer, one JSON line.
+"""What every peer's script shares: its arguments, the jobs that it is asked to run, and the answers.
+
+A script loads its engine once. Then each line of stdin asks for a run and is answered by a line of stdout, until there
+are no more; both are JSON.
 
 The scripts run in environments of their own, with this folder alone on their path: nothing here needs more than
 pyarrow, and nothing here, nor in the scripts but `batchkv_engine.py`, is batchkv's.
@@ -25,25 +28,34 @@ NOT_PASSED_ON = ("seed", "stop", "stop_token_ids", "logprobs", "sampling_params"
 
 @dataclass(frozen=True, slots=True)
 class Task:
-    """What a peer is asked to do.
+    """What a peer's engine is loaded for.
 
     Attributes:
-        job: Parquet file with `prompt_token_ids` and sampling columns.
         model: folder with safetensors, config and tokenizer; of llama.cpp, the GGUF file.
         dtype: of weights and KV.
-        limit: only the first rows; None runs all.
         kv_tokens: tokens that the KV cache has room for.
         max_rows: most sequences in flight.
         threads: cores to compute on.
     """
 
-    job: Path
     model: Path
     dtype: str
-    limit: int | None
     kv_tokens: int
     max_rows: int
     threads: int
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """What is to be run.
+
+    Attributes:
+        path: Parquet file with `prompt_token_ids` and sampling columns.
+        limit: only the first rows; None runs all.
+    """
+
+    path: Path
+    limit: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,7 +89,7 @@ class Answer:
 
     Attributes:
         version: of the engine.
-        load_s: from the start of the script to the model being ready, imports included.
+        load_s: from the start of the script to the model being ready, imports included; once for all runs.
         run_s: from the rows in memory to all samples in memory.
         prompt_tokens: of all rows, each counted once whatever its `n`.
         generated_tokens: of all samples.
@@ -100,17 +112,17 @@ Samples = list[list[list[int]]]  # [row][sample][position]
 Run = Callable[[list[Row]], Samples]
 
 
-def read_rows(job: Path, limit: int | None = None) -> list[Row]:
-    """The first rows of a job.
+def read_rows(job: Job) -> list[Row]:
+    """The rows of a job.
 
     Raises:
         ValueError: a row sets a parameter that the peers are not given.
     """
-    table = pq.read_table(job)
-    table = table if limit is None else table.slice(0, limit)
+    table = pq.read_table(job.path)
+    table = table if job.limit is None else table.slice(0, job.limit)
     for name in NOT_PASSED_ON:
         if name in table.column_names and table[name].null_count < len(table):
-            raise ValueError(f"{job}: column {name!r} is not passed on to the peers: drop it")
+            raise ValueError(f"{job.path}: column {name!r} is not passed on to the peers: drop it")
     names = [name for name in PARAMETERS if name in table.column_names]
     prompts = table["prompt_token_ids"].to_pylist()
     cells = zip(*(table[name].to_pylist() for name in names), strict=True) if names else itertools.repeat(())
@@ -135,21 +147,33 @@ def cut_at_end(tokens: Iterable[int], end_token: int | None) -> list[int]:
 def parse_task(arguments: list[str] | None = None) -> Task:
     """The task that the command line gives."""
     parser = argparse.ArgumentParser()
-    parser.add_argument("--job", type=Path, required=True)
     parser.add_argument("--model", type=Path, required=True)
     parser.add_argument("--dtype", default="float32")
-    parser.add_argument("--limit", type=int)
     parser.add_argument("--kv-tokens", type=int, default=32768)
     parser.add_argument("--max-rows", type=int, default=256)
     parser.add_argument("--threads", type=int, default=1)
     return Task(**vars(parser.parse_args(arguments)))
 
 
-def measure(started: float, rows: list[Row], run: Run, *, distribution: str, note: str = "") -> Answer:
+def asked_jobs() -> Iterator[Job]:
+    """The jobs that stdin asks for."""
+    for line in sys.stdin:
+        asked = json.loads(line)
+        yield Job(Path(asked["job"]), asked["limit"])
+
+
+def serve(started: float, run: Run, *, distribution: str, note: str = "") -> None:
+    """Runs every job that is asked for, and answers. `started` is when the script did; the engine is ready now."""
+    load_s = perf_counter() - started
+    for job in asked_jobs():
+        answer(measure(load_s, read_rows(job), run, distribution=distribution, note=note))
+
+
+def measure(load_s: float, rows: list[Row], run: Run, *, distribution: str, note: str = "") -> Answer:
     """Runs the rows, and checks that every sample is there.
 
     Args:
-        started: when the script started.
+        load_s: what loading took.
         rows: of the job.
         run: generates.
         distribution: whose version is told.
@@ -169,7 +193,7 @@ def measure(started: float, rows: list[Row], run: Run, *, distribution: str, not
     token_ids = [sample for ofrow in samples for sample in ofrow]
     return Answer(
         version=f"{distribution} {importlib.metadata.version(distribution)}",
-        load_s=ready - started,
+        load_s=load_s,
         run_s=ended - ready,
         prompt_tokens=sum(len(row.prompt) for row in rows),
         generated_tokens=sum(map(len, token_ids)),
@@ -179,7 +203,7 @@ def measure(started: float, rows: list[Row], run: Run, *, distribution: str, not
 
 
 def answer(result: Answer) -> None:
-    """Prints the answer: the last line of stdout."""
+    """Prints the answer, on a line of its own."""
     print()  # whatever the engine left unfinished
     print(json.dumps(asdict(result)))
     sys.stdout.flush()

@@ -5,7 +5,7 @@ from __future__ import annotations
 from time import perf_counter
 from typing import Any
 
-from peer_protocol import Params, Row, Samples, Task, answer, by_params, measure, pages, parse_task, read_rows
+from peer_protocol import Params, Row, Samples, Task, by_params, pages, parse_task, serve
 
 STARTED = perf_counter()
 
@@ -60,9 +60,8 @@ def run(model: Any, task: Task, rows: list[Row]) -> Samples:
 def main() -> None:
     task = parse_task()
     model = load(task)
-    rows = read_rows(task.job, task.limit)
     note = f"pages of {PAGE_SIZE}"
-    answer(measure(STARTED, rows, lambda rows: run(model, task, rows), distribution="transformers", note=note))
+    serve(STARTED, lambda rows: run(model, task, rows), distribution="transformers", note=note)
 
 
 if __name__ == "__main__":

@@ -5,7 +5,7 @@ from __future__ import annotations
 from time import perf_counter
 from typing import Any
 
-from peer_protocol import Params, Row, Samples, Task, answer, by_params, cut_at_end, measure, parse_task, read_rows
+from peer_protocol import Params, Row, Samples, Task, by_params, cut_at_end, parse_task, serve
 
 STARTED = perf_counter()
 
@@ -72,9 +72,8 @@ def run(model: Any, rows: list[Row]) -> Samples:
 def main() -> None:
     task = parse_task()
     model = load(task)
-    rows = read_rows(task.job, task.limit)
     note = f"static batches of {SEQUENCES}, left padded"
-    answer(measure(STARTED, rows, lambda rows: run(model, rows), distribution="transformers", note=note))
+    serve(STARTED, lambda rows: run(model, rows), distribution="transformers", note=note)
 
 
 if __name__ == "__main__":

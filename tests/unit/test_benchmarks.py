@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import io
 import sys
 from dataclasses import fields, replace
 from pathlib import Path
@@ -14,9 +15,9 @@ import pytest
 from batchkv.errors import UserError
 from benchmarks.comparison import Pair, Series, comparison_table, markdown, same_share
 from benchmarks.model_files import ModelFiles
-from benchmarks.offline import Job, parse_peers, take_turns
-from benchmarks.peer import BATCHKV, PEERS, SCRIPTS, Peer
-from benchmarks.protocol import Failure, Outcome, Request, parse_failure, parse_outcome
+from benchmarks.offline import Engines, Job, parse_peers, take_turns
+from benchmarks.peer import BATCHKV, PEERS, SCRIPTS, Peer, PeerProcess
+from benchmarks.protocol import Failure, Limits, Outcome, parse_failure, parse_outcome, request_line
 from benchmarks.results_file import with_section
 
 OUTCOME = Outcome("engine 1", load_s=1.0, run_s=2.0, prompt_tokens=9, generated_tokens=4, token_ids=((1, 2), (3, 4)))
@@ -36,12 +37,18 @@ def peer_side() -> ModuleType:
 
 
 def test_arguments_mean_the_same_on_both_sides(peer_side: ModuleType) -> None:
-    request = Request(Path("a b.parquet"), "bfloat16", limit=4, kv_tokens=64, max_rows=8, threads=2)
-    task = peer_side.parse_task(request.arguments(Path("model")))
-    assert (task.job, task.model, task.dtype, task.limit) == (Path("a b.parquet"), Path("model"), "bfloat16", 4)
-    assert (task.kv_tokens, task.max_rows, task.threads) == (64, 8, 2)
-    unlimited = replace(request, limit=None).arguments(Path("model"))
-    assert peer_side.parse_task(unlimited).limit is None
+    limits = Limits("bfloat16", kv_tokens=64, max_rows=8, threads=2)
+    task = peer_side.parse_task(limits.arguments(Path("a model")))
+    assert task == peer_side.Task(Path("a model"), "bfloat16", kv_tokens=64, max_rows=8, threads=2)
+
+
+def test_every_line_asks_for_a_run(peer_side: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    lines = request_line(Path("/a b.parquet"), 4) + request_line(Path("/c.parquet"), None)
+    monkeypatch.setattr(sys, "stdin", io.StringIO(lines))
+    assert list(peer_side.asked_jobs()) == [
+        peer_side.Job(Path("/a b.parquet"), 4),
+        peer_side.Job(Path("/c.parquet"), None),
+    ]
 
 
 def test_answer_is_read_back_from_between_what_engines_print(
@@ -50,12 +57,13 @@ def test_answer_is_read_back_from_between_what_engines_print(
     print('INFO half a line {"version": 1}', end="")
     peer_side.answer(peer_side.Answer("engine 1", 1.0, 2.0, 9, 4, [[1, 2], [3, 4]]))
     print('{"bye": true}')
-    assert parse_outcome(capsys.readouterr().out) == OUTCOME
+    lines = capsys.readouterr().out.splitlines()
+    assert [outcome for line in lines if (outcome := parse_outcome(line))] == [OUTCOME]
 
 
-@pytest.mark.parametrize("stdout", ["", "nothing", "{not json", '{"run_s": 1}', "[1]"])
-def test_no_answer(stdout: str) -> None:
-    assert parse_outcome(stdout) is None
+@pytest.mark.parametrize("line", ["", "nothing", "{not json", '{"run_s": 1}', "[1]"])
+def test_no_answer(line: str) -> None:
+    assert parse_outcome(line) is None
 
 
 @pytest.mark.parametrize(
@@ -76,17 +84,17 @@ def test_rows_are_read_with_the_defaults_of_the_format(peer_side: ModuleType, tm
     job = tmp_path / "job.parquet"
     columns = {"prompt_token_ids": [[1], [2, 3], [4]], "n": [2, None, 1], "temperature": [1.0, 0.0, None]}
     pl.DataFrame(columns).write_parquet(job)
-    rows = peer_side.read_rows(job, 2)
+    rows = peer_side.read_rows(peer_side.Job(job, 2))
     assert [(row.prompt, row.params.n, row.params.max_tokens) for row in rows] == [([1], 2, 256), ([2, 3], 1, 256)]
-    assert [row.params.greedy for row in peer_side.read_rows(job)] == [False, True, True]
-    assert Job.read(job, None) == Job(job, 3, (False, False, True, True))
+    assert [row.params.greedy for row in peer_side.read_rows(peer_side.Job(job))] == [False, True, True]
+    assert Job.read(job, None) == Job(job, None, 3, (False, False, True, True))
 
 
 def test_parameters_that_peers_are_not_given_are_refused(peer_side: ModuleType, tmp_path: Path) -> None:
     job = tmp_path / "job.parquet"
     pl.DataFrame({"prompt_token_ids": [[1]], "stop": ["x"]}).write_parquet(job)
     with pytest.raises(ValueError, match="'stop' is not passed on"):
-        peer_side.read_rows(job)
+        peer_side.read_rows(peer_side.Job(job))
 
 
 def test_missing_samples_are_an_error(peer_side: ModuleType) -> None:
@@ -168,6 +176,48 @@ def test_peer_without_an_environment(tmp_path: Path) -> None:
     assert PEERS["transformers"].missing(ModelFiles(tmp_path, None), tmp_path) is None
     assert PEERS["transformers"].python(tmp_path) == Path(sys.executable)
     assert all((SCRIPTS / peer.script).is_file() for peer in (BATCHKV, *PEERS.values()))
+
+
+SCRIPT = """
+import json, sys
+loaded = sys.argv[sys.argv.index("--dtype") + 1]
+for number, line in enumerate(sys.stdin):
+    asked = json.loads(line)
+    if asked["limit"] == 0:
+        sys.exit("ValueError: no rows")
+    if asked["limit"] == 9:
+        sys.stdin.read()  # for ever
+    print("INFO working")
+    print(json.dumps(dict(version=loaded, load_s=1.0, run_s=number, prompt_tokens=1, generated_tokens=1,
+                          token_ids=[[1]], note="", floor_s=None)), flush=True)
+"""
+
+
+def test_a_process_answers_run_after_run_until_it_fails_or_is_late() -> None:
+    process = PeerProcess([sys.executable, "-c", SCRIPT, "--dtype", "x"])
+    job = Path("job.parquet")
+    outcomes = [process.run(job, None, 60) for _ in range(2)]
+    assert [outcome.run_s for outcome in outcomes if isinstance(outcome, Outcome)] == [0, 1]
+    assert process.run(job, 9, 0.5) == Failure("failed: no answer within 0.5 s")
+    failing = PeerProcess([sys.executable, "-c", SCRIPT, "--dtype", "x"])
+    assert failing.run(job, 0, 60) == Failure("failed: ValueError: no rows")
+
+
+def test_engines_stay_loaded_only_if_asked_to(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "script.py").write_text(SCRIPT)
+    monkeypatch.setattr("benchmarks.peer.SCRIPTS", tmp_path)
+    peer = Peer("own", "script.py", "own", needs_own=False, dtype="float32")
+    files, limits = ModelFiles(tmp_path, None), Limits("bfloat16", kv_tokens=64, max_rows=8, threads=2)
+
+    def numbers(peer: Peer, *, stay_loaded: bool) -> list[float]:
+        with Engines(limits, files, tmp_path, stay_loaded=stay_loaded) as engines:
+            outcomes = [engines.run(Path("job.parquet"), None, 60, peer) for _ in range(2)]
+        assert all(isinstance(outcome, Outcome) and outcome.version == "float32" for outcome in outcomes)
+        return [outcome.run_s for outcome in outcomes if isinstance(outcome, Outcome)]
+
+    assert numbers(peer, stay_loaded=True) == [0, 1]
+    assert numbers(peer, stay_loaded=False) == [0, 0]
+    assert numbers(replace(peer, runs_once=True), stay_loaded=True) == [0, 0]
 
 
 def test_sections_are_replaced_by_heading() -> None:
