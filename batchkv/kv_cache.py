@@ -114,6 +114,10 @@ class KVCache:
         """int64 [groups]: pages held by at least one sequence."""
         return np.array([group.allocator.num_held for group in self._groups])
 
+    def length(self, handle: int) -> int:
+        """Tokens of a sequence."""
+        return int(self._lengths[handle])
+
     def lengths(self, handles: Handles) -> npt.NDArray[np.int64]:
         """int64 [handles]: tokens of each sequence."""
         return self._lengths[handles]
@@ -237,12 +241,14 @@ class KVCache:
         """
         old = self._lengths[handles]
         partly = np.flatnonzero((old % self.page_size > 0) & (counts > 0))
+        shared = np.zeros(len(handles), bool)
+        if len(partly) == 0:
+            return shared
         last = group.page_table[handles[partly], old[partly] // self.page_size]
         by_page = np.argsort(last, kind="stable")
         first_of_page = np.searchsorted(last[by_page], last[by_page])
         writers_before = np.empty(len(last), np.int64)
         writers_before[by_page] = np.arange(len(last)) - first_of_page
-        shared = np.zeros(len(handles), bool)
         shared[partly] = group.allocator.holders(last) - writers_before > 1
         return shared
 

@@ -49,7 +49,9 @@ class PageAllocator:
     def release(self, pages: Pages) -> None:
         """One holder less for each of `pages` (repeats count); those without any are free again."""
         np.subtract.at(self._holders, pages, 1)
-        free = np.unique(pages[self._holders[pages] == 0])
+        free = pages[self._holders[pages] == 0]
+        if len(free) > 1:
+            free = np.unique(free)
         self._free[self._num_free : self._num_free + len(free)] = free[::-1]
         self._num_free += len(free)
 

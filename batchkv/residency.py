@@ -76,12 +76,6 @@ class Residency:
             missing.append(node)
         return missing[::-1]
 
-    def fits(self, sequence: int, num_generated: int) -> bool:
-        """Whether the sequence and the nodes that it misses can be committed."""
-        cost = self._plan.costs.nodes[:, self.missing_nodes(sequence)].sum(axis=1)
-        cost += self._expected_pages(sequence, num_generated)
-        return bool((self._committed + cost <= self._limit).all())
-
     def room(self, sequences: Int64Array) -> Int64Array:
         """int64 [sequences]: how many tokens running sequences can be given before they outgrow what is committed."""
         costs, nodes = self._plan.costs, self._plan.trie.prompt_node[self._plan.sequences.prompt[sequences]]
@@ -101,13 +95,18 @@ class Residency:
         self.cache.truncate(handles, self._length[sequences] + num_generated - 1)  # the newest has none
         self.cache.trim(handles)
 
-    def admit(self, sequence: int, num_generated: int) -> list[int]:
-        """Commits the pages of a sequence and of the nodes it misses; returns those, to be prefilled in this order."""
+    def admit(self, sequence: int, num_generated: int) -> list[int] | None:
+        """Commits the pages of a sequence and of the nodes it misses, which are to be prefilled in this order; None if
+        they do not fit.
+        """
         missing = self.missing_nodes(sequence)
+        expected = self._expected_pages(sequence, num_generated)
+        committed = self._committed + self._plan.costs.nodes[:, missing].sum(axis=1) + expected
+        if (committed > self._limit).any():
+            return None
+        self._committed = committed
+        self._expected[:, sequence] = expected
         self._is_resident[missing] = True
-        self._committed += self._plan.costs.nodes[:, missing].sum(axis=1)
-        self._expected[:, sequence] = self._expected_pages(sequence, num_generated)
-        self._committed += self._expected[:, sequence]
         self._in_flight[sequence] = True
         self.num_in_flight += 1
         self._in_flight_below[self._plan.trie.path(self.node_of(sequence))] += 1
@@ -223,11 +222,12 @@ class Residency:
         self._committed -= self._plan.costs.nodes[:, node]
 
     def _expected_pages(self, sequence: int, num_generated: int) -> Int64Array:
-        most = int(self._plan.sequences.max_new_tokens[sequence])
         may_expect_less = self._plan.memory.is_tight and self._ended_shares.count >= _ENOUGH_ENDED
-        share = self._ended_shares.upper() if may_expect_less else 1.0
         # a sequence that was preempted is not let in again before it fits to its end
-        new_tokens = most if num_generated > 1 else min(most, max(math.ceil(share * most), num_generated + 1))
+        if not may_expect_less or num_generated > 1:
+            return self._plan.costs.sequences[:, sequence]
+        most = int(self._plan.sequences.max_new_tokens[sequence])
+        new_tokens = min(most, max(math.ceil(self._ended_shares.upper() * most), num_generated + 1))
         stored = self._length[sequence] + new_tokens - 1
         return self._pages(np.array([sequence]), np.array([stored]))[:, 0]
 

@@ -46,8 +46,33 @@ Prefill = NodePrefill | SequencePrefill
 
 
 @dataclass(frozen=True, slots=True)
+class _Chunk:
+    """The next tokens of a prefill.
+
+    Attributes:
+        prefill: whose.
+        order: place in depth-first order.
+        handle: sequence in the cache that they are appended to.
+        start: absolute position of the first.
+        token_ids: int32 [tokens], at least one.
+        is_last: whether the prefill is complete with them.
+    """
+
+    prefill: Prefill
+    order: int
+    handle: int
+    start: int
+    token_ids: npt.NDArray[np.int32]
+    is_last: bool
+
+    @property
+    def end(self) -> int:
+        return self.start + len(self.token_ids)
+
+
+@dataclass(frozen=True, slots=True)
 class _Rows:
-    """Rows of a step in the making: decode rows, or one chunk.
+    """Rows of a step in the making: decode rows, or chunks of which none follows from another.
 
     Attributes:
         order: int64 [rows], place in depth-first order.
@@ -57,7 +82,7 @@ class _Rows:
         sampled, sampled_token: int64 [N], who samples from which of these tokens.
         scored, scored_token: int64 [entries], entries of the score table, and which of these tokens each is scored at.
         scored_sequences: int64 [sequences], who has all scores with these rows.
-        completes: the prefill that the chunk is the last one of.
+        completes: prefills that have their last chunk with these rows.
         drafted: of decode rows with more tokens than one.
     """
 
@@ -72,7 +97,7 @@ class _Rows:
     scored: Int64Array
     scored_token: Int64Array
     scored_sequences: Int64Array
-    completes: Prefill | None = None
+    completes: tuple[Prefill, ...] = ()
     drafted: Drafted | None = None
 
     @property
@@ -121,6 +146,7 @@ class Scheduler:
         self._scores = build_score_table(plan.trie, plan.sequences, arena) if scores is None else scores
         self._is_scored = plan.sequences.is_scored
         self._windows = layout.windows
+        self._has_windows = any(window is not None for window in layout.windows)
         self._max_batch_rows, self._max_batch_tokens = max_batch_rows, max_batch_tokens
         self._residency = Residency(plan, layout.windows, cache)
         self._cache = self._residency.cache
@@ -162,19 +188,11 @@ class Scheduler:
         self._admit()
         parts = self._decode_rows()
         num_decoded = sum(len(part.token_ids) for part in parts)
-        prefilled = recomputed = 0
-        while self._prefills and (budget := self._max_batch_tokens - num_decoded - prefilled) > 0:
-            chunk = self._prefill_chunk(self._prefills[0], budget)
-            if chunk is None:
-                break
-            parts.append(chunk)
-            prefilled += len(chunk.token_ids)
-            recomputed += self._count_recomputed(self._prefills[0], len(chunk.token_ids))
-            if chunk.completes is not None:
-                self._prefills.popleft()
+        chunks = self._fill_up(parts, self._max_batch_tokens - num_decoded)
         if not parts:
             raise RuntimeError("nothing can be scheduled although sequences are unfinished")
-        step = self._assemble(parts, prefilled, recomputed)
+        prefilled = sum(len(chunk.token_ids) for chunk in chunks)
+        step = self._assemble(parts, prefilled, sum(self._count_recomputed(chunk) for chunk in chunks))
         self._advance(step, parts)
         return step
 
@@ -204,13 +222,14 @@ class Scheduler:
         full = step.sampled[self._drawn[step.sampled] >= self._plan.sequences.max_new_tokens[step.sampled]]
         full = np.concatenate([full, step.scored_sequences])
         self._has_ended[full] = True
-        for prefill in (part.completes for part in parts):
+        running: list[int] = []
+        for prefill in (prefill for part in parts for prefill in part.completes):
             if isinstance(prefill, SequencePrefill):
-                self._run(prefill.sequence)
-            elif prefill is not None:
-                for sequence in self._waiting.pop(prefill.node, []):
-                    if not self._has_ended[sequence]:
-                        self._start(sequence)
+                running.append(prefill.sequence)
+            else:
+                waiting = self._waiting.pop(prefill.node, [])
+                running += [s for s in waiting if not self._has_ended[s] and self._starts(s)]
+        self._run(running)
         self._leave(full, self._drawn)
 
     def _take_back(self, drafted: Int64Array) -> None:
@@ -232,19 +251,19 @@ class Scheduler:
             sequence = self._peek()
             if sequence is None:
                 return
-            num_generated = int(self._drawn[sequence])
-            if not self._residency.fits(sequence, num_generated):
+            nodes = self._residency.admit(sequence, int(self._drawn[sequence]))
+            if nodes is None:
                 # nodes that preempted sequences left behind must not keep the only one out
                 if self._residency.num_in_flight or not self._drop_idle_nodes(keep_above=sequence):
                     return
                 continue
             self._pop(sequence)
-            self._prefills.extend(NodePrefill(n) for n in self._residency.admit(sequence, num_generated))
+            self._prefills.extend(NodePrefill(n) for n in nodes)
             node = self._residency.node_of(sequence)
-            if self._residency.is_prefilled(node):
-                self._start(sequence)
-            else:
+            if not self._residency.is_prefilled(node):
                 self._waiting.setdefault(node, []).append(sequence)
+            elif self._starts(sequence):
+                self._run([sequence])
 
     def _peek(self) -> int | None:
         """The first sequence in execution order that is neither in flight nor has ended."""
@@ -262,16 +281,16 @@ class Scheduler:
         else:
             self._next = sequence + 1
 
-    def _start(self, sequence: int) -> None:
-        """The sequence's prompt is prefilled and its first token is sampled."""
+    def _starts(self, sequence: int) -> bool:
+        """Whether a sequence, whose prompt is prefilled and first token sampled, can decode now, without a prefill."""
         self._residency.begin_sequence(sequence)
-        if self._drawn[sequence] > 1:
+        needs_prefill = bool(self._drawn[sequence] > 1)
+        if needs_prefill:
             self._prefills.appendleft(SequencePrefill(sequence))
-        else:
-            self._run(sequence)
+        return not needs_prefill
 
-    def _run(self, sequence: int) -> None:
-        self._running = np.insert(self._running, np.searchsorted(self._running, sequence), sequence)
+    def _run(self, sequences: list[int]) -> None:
+        self._running = np.sort(np.concatenate([self._running, np.array(sequences, np.int64)]))
 
     def _make_room(self) -> None:
         """Preempts, youngest first, where sequences have grown beyond what was expected of them."""
@@ -361,7 +380,36 @@ class Scheduler:
                 work += int(self._drawn[prefill.sequence]) - 1
         return min(work, self._max_batch_tokens)
 
-    def _prefill_chunk(self, prefill: Prefill, budget: int) -> _Rows | None:
+    def _fill_up(self, parts: list[_Rows], budget: int) -> list[_Chunk]:
+        """Adds chunks of the next prefills, `budget` tokens at most; which they are."""
+        chunks: list[_Chunk] = []
+        pending: list[_Chunk] = []  # of `chunks`, those that have no room in the cache yet
+        while self._prefills and budget > 0:
+            if pending and self._follows(self._prefills[0], pending):
+                parts.append(self._prefill_rows(pending))
+                pending = []
+            chunk = self._next_chunk(self._prefills[0], budget)
+            if chunk is None:
+                break
+            chunks.append(chunk)
+            pending.append(chunk)
+            budget -= len(chunk.token_ids)
+            if chunk.is_last:
+                self._prefills.popleft()
+        if pending:
+            parts.append(self._prefill_rows(pending))
+        return chunks
+
+    def _follows(self, prefill: Prefill, pending: list[_Chunk]) -> bool:
+        """Whether a prefill can go on only when these chunks are in the cache: it forks what they complete, or may need
+        the pages that they leave.
+        """
+        if self._has_windows:
+            return True
+        parent = NodePrefill(int(self._plan.trie.parent[prefill.node])) if isinstance(prefill, NodePrefill) else None
+        return any(chunk.prefill == parent for chunk in pending)
+
+    def _next_chunk(self, prefill: Prefill, budget: int) -> _Chunk | None:
         """The next tokens of a prefill; None if its pages have to wait for others to leave a window."""
         if isinstance(prefill, NodePrefill):
             handle = self._residency.begin_node(prefill.node)
@@ -373,60 +421,82 @@ class Scheduler:
             start = int(self._plan.trie.end[self._residency.node_of(prefill.sequence)])
             token_ids = self._generated.tokens(prefill.sequence)[: self._drawn[prefill.sequence] - 1]
             order = 2 * prefill.sequence + 1
-        handles = np.array([handle])
-        rest = token_ids[int(self._cache.lengths(handles)[0]) - start :]
-        count = min(len(rest), budget, self._cache.room(handle))
+        stored = self._cache.length(handle)
+        rest = token_ids[stored - start :]
+        count = min(len(rest), budget)
+        if self._has_windows:
+            count = min(count, self._cache.room(handle))
         if count <= 0:
             return None
-        counts = np.array([count])
-        is_last = count == len(rest)
-        ready = self._ready(prefill) if is_last else _NOTHING
-        sampled = ready[~self._is_scored[ready]]
-        scored, scored_token = self._scored_in(prefill, start + len(token_ids) - len(rest), count)
+        return _Chunk(prefill, order, handle, stored, rest[:count], is_last=count == len(rest))
+
+    def _prefill_rows(self, chunks: list[_Chunk]) -> _Rows:
+        """Chunks of which none follows from another, with room for them in the cache."""
+        handles = np.array([chunk.handle for chunk in chunks])
+        counts = np.array([len(chunk.token_ids) for chunk in chunks])
+        ends = np.cumsum(counts)
+        ready, completed_by = self._ready(chunks)
+        is_scored = self._is_scored[ready]
+        scored, scored_token = self._scored_in(chunks, ends - counts)
         return _Rows(
-            order=np.array([order]),
+            order=np.array([chunk.order for chunk in chunks]),
             handles=handles,
             counts=counts,
-            token_ids=rest[:count].astype(np.int64),
-            token_sources=np.full(count, -1),
+            token_ids=np.concatenate([chunk.token_ids for chunk in chunks]).astype(np.int64),
+            token_sources=np.full(ends[-1], -1),
             appended=self._cache.append(handles, counts),
-            sampled=sampled,
-            sampled_token=np.full_like(sampled, count - 1),
+            sampled=ready[~is_scored],
+            sampled_token=ends[completed_by[~is_scored]] - 1,
             scored=scored,
             scored_token=scored_token,
-            scored_sequences=ready[self._is_scored[ready]],
-            completes=prefill if is_last else None,
+            scored_sequences=ready[is_scored],
+            completes=tuple(chunk.prefill for chunk in chunks if chunk.is_last),
         )
 
-    def _scored_in(self, prefill: Prefill, start: int, count: int) -> tuple[Int64Array, Int64Array]:
-        """What is scored at the `count` tokens from `start` on, and which of them each is scored at.
+    def _scored_in(self, chunks: list[_Chunk], first_token: Int64Array) -> tuple[Int64Array, Int64Array]:
+        """What is scored at the tokens of chunks, and which of all of them each is scored at.
 
         Nothing is scored again when a node is prefilled again.
+
+        Args:
+            first_token: int64 [chunks], where each begins among all tokens.
         """
-        if isinstance(prefill, SequencePrefill) or len(self._scores) == 0:
+        if len(self._scores) == 0:
             return _NOTHING, _NOTHING
-        scored_to = int(self._prefilled_to[prefill.node])
-        entries = self._scores.entries_in(prefill.node, max(start, scored_to), start + count)
-        return entries, self._scores.position[entries].astype(np.int64) - start
+        entries, tokens = [_NOTHING], [_NOTHING]
+        for chunk, first in zip(chunks, first_token.tolist(), strict=True):
+            if isinstance(chunk.prefill, NodePrefill):
+                node = chunk.prefill.node
+                found = self._scores.entries_in(node, max(chunk.start, int(self._prefilled_to[node])), chunk.end)
+                entries.append(found)
+                tokens.append(self._scores.position[found].astype(np.int64) - chunk.start + first)
+        return np.concatenate(entries), np.concatenate(tokens)
 
-    def _ready(self, prefill: Prefill) -> Int64Array:
-        """Sequences that get their first token, or the last of their scores, when this prefill is complete."""
-        prompt = int(self._prompt_of_node[prefill.node]) if isinstance(prefill, NodePrefill) else -1
-        if prompt < 0:
-            return _NOTHING
-        sequences = np.arange(self._first_sequence[prompt], self._first_sequence[prompt + 1])
-        wants: npt.NDArray[np.bool_] = (self._drawn[sequences] == 0) & ~self._has_ended[sequences]
-        return sequences[wants]
+    def _ready(self, chunks: list[_Chunk]) -> tuple[Int64Array, Int64Array]:
+        """Sequences that get their first token, or the last of their scores, with these chunks; and which of the chunks
+        completes the prompt of each.
+        """
+        prompts = np.array([self._completed_prompt(chunk) for chunk in chunks])
+        at = np.flatnonzero(prompts >= 0)
+        first, end = self._first_sequence[prompts[at]], self._first_sequence[prompts[at] + 1]
+        completed_by = np.repeat(at, end - first)
+        sequences = np.arange(len(completed_by)) + np.repeat(end - np.cumsum(end - first), end - first)
+        wants = (self._drawn[sequences] == 0) & ~self._has_ended[sequences]
+        return sequences[wants], completed_by[wants]
 
-    def _count_recomputed(self, prefill: Prefill, count: int) -> int:
-        """How many of the `count` tokens just scheduled went through the model before."""
-        if isinstance(prefill, SequencePrefill):
-            return count
-        handle = np.array([self._residency.begin_node(prefill.node)])
-        now = int(self._cache.lengths(handle)[0])
-        before = int(self._prefilled_to[prefill.node])
-        self._prefilled_to[prefill.node] = max(before, now)
-        return max(0, min(before, now) - (now - count))
+    def _completed_prompt(self, chunk: _Chunk) -> int:
+        """The prompt that ends with this chunk; -1 if there is none."""
+        if not chunk.is_last or isinstance(chunk.prefill, SequencePrefill):
+            return -1
+        return int(self._prompt_of_node[chunk.prefill.node])
+
+    def _count_recomputed(self, chunk: _Chunk) -> int:
+        """How many of the tokens just scheduled went through the model before."""
+        if isinstance(chunk.prefill, SequencePrefill):
+            return len(chunk.token_ids)
+        before = int(self._prefilled_to[chunk.prefill.node])
+        self._prefilled_to[chunk.prefill.node] = max(before, chunk.end)
+        return max(0, min(before, chunk.end) - chunk.start)
 
     # -- steps
 
