@@ -1,9 +1,9 @@
 """Whether a row's results depend, bit for bit, on what else is in the step.
 
-Attention and linear layers in native code do not let them. A library's matrix product may: it picks its kernel, and
-with it the order of its sums, by the number of rows. And an activation may: torch computes the ends of each thread's
-share with other code than the rest, so it matters where the shares end. Both are tried here, in the sizes that steps
-have.
+Attention, linear layers and activations in native code do not let them. A library's matrix product may: it picks its
+kernel, and with it the order of its sums, by the number of rows. And an activation of torch's may: it computes the ends
+of each thread's share with other code than the rest, so it matters where the shares end. Both are tried here, in the
+sizes that steps have.
 """
 
 from __future__ import annotations
@@ -14,8 +14,10 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
+from batchkv.activations import are_native
+from batchkv.fast_layers import with_fast_layers
 from batchkv.kernels import native_linear
-from batchkv.linear_layers import PackedLinear, Product, product_of, with_fast_linears
+from batchkv.linear_layers import PackedLinear, Product, product_of
 from batchkv.model_lock import alone_with
 
 _MULTIPLES = (16, 32)  # filling up to more rows than this would cost time
@@ -29,7 +31,7 @@ _ACTIVATIONS: tuple[Callable[[torch.Tensor], torch.Tensor], ...] = (
 
 
 _Signature = tuple[type[nn.Module], int, int, bool, torch.dtype, Product | None]
-_found: dict[tuple[frozenset[_Signature], int], int | None] = {}  # by layers and number of threads
+_found: dict[tuple[frozenset[_Signature], int, bool], int | None] = {}  # by layers, threads, native activations
 
 
 @torch.inference_mode()
@@ -45,17 +47,18 @@ def row_multiple(model: PreTrainedModel) -> int | None:
     if not _has_only_linears(model):
         return None
     linears = {_signature(m): m for m in model.modules() if isinstance(m, (nn.Linear, PackedLinear))}
-    key = frozenset(linears), torch.get_num_threads()
+    has_native = are_native(model, {_dtype(linear) for linear in linears.values()})
+    key = frozenset(linears), torch.get_num_threads(), has_native
     if key not in _found:
         with alone_with(model):
-            _found[key] = _tried_multiple(list(linears.values()))
+            _found[key] = _tried_multiple(list(linears.values()), try_activations=not has_native)
     return _found[key]
 
 
-def _tried_multiple(linears: list[nn.Linear | PackedLinear]) -> int | None:
-    widths = {(linear.out_features, _dtype(linear)) for linear in linears}
+def _tried_multiple(linears: list[nn.Linear | PackedLinear], *, try_activations: bool) -> int | None:
+    widths = {(linear.out_features, _dtype(linear)) for linear in linears if try_activations}
     tried = [linear for linear in linears if product_of(linear) is not native_linear.linear]
-    with with_fast_linears(nn.ModuleList(linears)):  # as when the model is run
+    with with_fast_layers(nn.ModuleList(linears)):  # as when the model is run
         for multiple in _MULTIPLES:
             of_products = (_is_invariant(m, _rows_of(m, _MOST_PRODUCT_ROWS), multiple) for m in tried)
             if all(of_products) and all(_activations_are_invariant(*width, multiple) for width in widths):

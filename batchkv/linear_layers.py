@@ -10,8 +10,7 @@ the product is another one, for the time.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from functools import partial
 from typing import TypeGuard
 
@@ -23,21 +22,10 @@ from batchkv.kernels import native_linear
 Product = Callable[[torch.Tensor, torch.Tensor, torch.Tensor | None], torch.Tensor]
 
 
-@contextmanager
-def with_fast_linears(model: nn.Module) -> Iterator[None]:
-    """The linear layers of a model compute by the fastest product there is for them, on their weights as they are.
-
-    Layers of other kinds, and those whose instance has a `forward` of its own, are left alone.
-    """
-    linears = [module for module in model.modules() if isinstance(module, nn.Linear)]
-    layers = [(layer, product) for layer in linears if (product := product_of(layer)) is not None]
-    try:
-        for layer, product in layers:
-            layer.forward = partial(_compute, layer, product)  # type: ignore[method-assign]
-        yield
-    finally:
-        for layer, _ in layers:
-            vars(layer).pop("forward", None)
+def fast_linear(layer: nn.Module) -> Callable[[torch.Tensor], torch.Tensor] | None:
+    """What computes a linear layer faster than its `forward`, on its weight as it is; None for all other modules."""
+    product = product_of(layer)
+    return partial(_compute, layer, product) if product is not None and isinstance(layer, nn.Linear) else None
 
 
 def product_of(layer: nn.Module) -> Product | None:

@@ -15,9 +15,9 @@ from transformers import PreTrainedModel
 
 from batchkv.attention import IMPLEMENTATION, StepAttention
 from batchkv.errors import UserError
+from batchkv.fast_layers import with_fast_layers
 from batchkv.kernels.attention import AttentionBackend
 from batchkv.kv_layout import KVLayout, LayerSpec
-from batchkv.linear_layers import with_fast_linears
 from batchkv.model_lock import alone_with
 from batchkv.step import AttentionBatch, Step
 from batchkv.transfers import to_device
@@ -189,8 +189,8 @@ def _input_ids(prepared: PreparedStep, previous_tokens: torch.Tensor | None) -> 
 
 @contextmanager
 def paged_attention_of(model: PreTrainedModel) -> Iterator[None]:
-    """The model in evaluation mode with our attention and fast linear layers; as it was, afterwards. Others wait."""
-    with alone_with(model), with_fast_linears(model), _with_paged_attention(model):
+    """The model in evaluation mode with our attention and fast layers; as it was, afterwards. Others wait."""
+    with alone_with(model), with_fast_layers(model), _with_paged_attention(model):
         yield
 
 

@@ -22,8 +22,8 @@ import torch  # noqa: E402
 from transformers import AttentionInterface  # noqa: E402
 
 from batchkv import Engine  # noqa: E402
+from batchkv.fast_layers import with_fast_layers  # noqa: E402
 from batchkv.kv_layout import KVLayout, layer_specs  # noqa: E402
-from batchkv.linear_layers import with_fast_linears  # noqa: E402
 from batchkv.model_loader import load_config, resolve_model  # noqa: E402
 
 LEFT_OUT = "left_out"
@@ -90,7 +90,7 @@ def without_attention(model: Any) -> Iterator[None]:
 def floor(engine: Engine, steps: list[StepSize]) -> float:
     """Seconds that the steps take without attention."""
     started = perf_counter()
-    with torch.inference_mode(), with_fast_linears(engine.model), without_attention(engine.model):
+    with torch.inference_mode(), with_fast_layers(engine.model), without_attention(engine.model):
         for step in steps:
             positions = torch.arange(step.tokens).unsqueeze(0)
             engine.model(

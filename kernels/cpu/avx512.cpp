@@ -6,7 +6,9 @@
 #define ISA avx512
 #define VECTOR_FLOATS 16
 #include "vectors.h"
+#include "activation_impl.h"
 #include "attention_impl.h"
 #include "linear_impl.h"
+#include "norm_impl.h"
 #include "sampling_impl.h"
 #endif

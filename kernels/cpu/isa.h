@@ -15,8 +15,10 @@
 #include <omp.h>
 #endif
 
+#include "activation.h"
 #include "attention.h"
 #include "linear.h"
+#include "norm.h"
 #include "sampling.h"
 
 // Only GCC takes the instruction set of a function from a pragma; other compilers build the portable kernel.

@@ -4,6 +4,8 @@
 #define ISA portable
 #define VECTOR_FLOATS 4
 #include "vectors.h"
+#include "activation_impl.h"
 #include "attention_impl.h"
 #include "linear_impl.h"
+#include "norm_impl.h"
 #include "sampling_impl.h"

@@ -12,8 +12,9 @@ from transformers import LlamaForCausalLM
 
 from batchkv import parity_probe
 from batchkv.engine import Engine
+from batchkv.fast_layers import with_fast_layers
 from batchkv.kernels import native_linear
-from batchkv.linear_layers import PackedLinear, linear_backend, pack_linears, product_of, with_fast_linears
+from batchkv.linear_layers import PackedLinear, linear_backend, pack_linears, product_of
 from tests.tiny_models import FAMILIES, save_tiny
 
 needs_onednn = pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="torch without oneDNN")
@@ -67,7 +68,7 @@ def test_the_product_of_a_live_layer_is_that_of_the_layer(bias: bool, shape: tup
     layer = nn.Linear(40, 56, bias=bias)
     rows = torch.randn(shape)
     expected, forward = layer(rows), layer.forward
-    with torch.inference_mode(), with_fast_linears(nn.Sequential(layer)):
+    with torch.inference_mode(), with_fast_layers(nn.Sequential(layer)):
         assert layer.forward != forward
         found = layer(rows)
     assert torch.allclose(found, expected, atol=1e-5)
@@ -78,7 +79,7 @@ def test_the_product_of_a_live_layer_is_that_of_the_layer(bias: bool, shape: tup
 def test_live_layers_are_as_they_were_also_after_an_error_and_in_one_another() -> None:
     model = FAMILIES["llama"]()
     weights = [parameter.data_ptr() for parameter in model.parameters()]
-    with pytest.raises(RuntimeError, match="in it"), with_fast_linears(model), with_fast_linears(model):
+    with pytest.raises(RuntimeError, match="in it"), with_fast_layers(model), with_fast_layers(model):
         raise RuntimeError("in it")
     assert not any("forward" in vars(module) for module in model.modules())
     assert [parameter.data_ptr() for parameter in model.parameters()] == weights
@@ -90,7 +91,7 @@ def test_a_bias_that_lies_otherwise_in_memory_is_read_as_it_is() -> None:
     layer.bias = nn.Parameter(torch.arange(12.0)[::2])
     rows = torch.randn(3, 8)
     expected = layer(rows)
-    with torch.inference_mode(), with_fast_linears(nn.Sequential(layer)):
+    with torch.inference_mode(), with_fast_layers(nn.Sequential(layer)):
         assert torch.allclose(layer(rows), expected, atol=1e-5)
 
 
@@ -101,7 +102,7 @@ def test_a_weight_that_is_more_than_a_tensor_is_left_alone() -> None:
 
     layer = nn.Linear(8, 6)
     layer.weight = nn.Parameter(layer.weight.detach().as_subclass(Quantized))
-    with with_fast_linears(nn.Sequential(layer)):
+    with with_fast_layers(nn.Sequential(layer)):
         assert "forward" not in vars(layer)
 
 
@@ -109,7 +110,7 @@ def test_a_weight_that_is_more_than_a_tensor_is_left_alone() -> None:
 def test_autocast_and_layers_with_a_forward_of_their_own_are_left_alone() -> None:
     model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
     own = model[1].forward = lambda rows: rows  # as hooks of accelerate do
-    with torch.no_grad(), with_fast_linears(model):
+    with torch.no_grad(), with_fast_layers(model):
         assert model[1].forward is own
         with torch.autocast("cpu", torch.bfloat16):
             assert model(torch.zeros(2, 8)).dtype == torch.bfloat16
