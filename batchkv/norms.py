@@ -21,10 +21,13 @@ def _is_rms_norm(module: nn.Module) -> bool:
     """Whether a module computes what Llama's norm does. Most families have a copy of that class under a name of their
     own; others scale by 1 + weight, or round later: so the instructions of `forward` are compared.
     """
-    code, llama = getattr(type(module).forward, "__code__", None), LlamaRMSNorm.forward.__code__
-    if code is None or "forward" in vars(module):
+    code, llama = getattr(type(module).forward, "__code__", None), LlamaRMSNorm.forward
+    has_own = "forward" in vars(module)
+    is_replaced = llama.__module__ != LlamaRMSNorm.__module__  # some libraries put other code into the class
+    if code is None or has_own or is_replaced:
         return False
-    return (code.co_code, code.co_names, code.co_consts) == (llama.co_code, llama.co_names, llama.co_consts)
+    found, wanted = ((c.co_code, c.co_names, c.co_consts) for c in (code, llama.__code__))
+    return found == wanted
 
 
 def _compute(module: nn.Module, rows: torch.Tensor) -> torch.Tensor:

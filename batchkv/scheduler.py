@@ -192,7 +192,8 @@ class Scheduler:
         if not parts:
             raise RuntimeError("nothing can be scheduled although sequences are unfinished")
         prefilled = sum(len(chunk.token_ids) for chunk in chunks)
-        step = self._assemble(parts, prefilled, sum(self._count_recomputed(chunk) for chunk in chunks))
+        recomputed = sum(self._note_prefilled(chunk) for chunk in chunks)
+        step = self._assemble(parts, prefilled, recomputed)
         self._advance(step, parts)
         return step
 
@@ -227,8 +228,8 @@ class Scheduler:
             if isinstance(prefill, SequencePrefill):
                 running.append(prefill.sequence)
             else:
-                waiting = self._waiting.pop(prefill.node, [])
-                running += [s for s in waiting if not self._has_ended[s] and self._starts(s)]
+                waiting = [s for s in self._waiting.pop(prefill.node, []) if not self._has_ended[s]]
+                running.extend(filter(self._start, waiting))
         self._run(running)
         self._leave(full, self._drawn)
 
@@ -247,23 +248,25 @@ class Scheduler:
     # -- admission
 
     def _admit(self) -> None:
+        running: list[int] = []
         while self._residency.num_in_flight < self._max_batch_rows:
             sequence = self._peek()
             if sequence is None:
-                return
+                break
             nodes = self._residency.admit(sequence, int(self._drawn[sequence]))
             if nodes is None:
                 # nodes that preempted sequences left behind must not keep the only one out
                 if self._residency.num_in_flight or not self._drop_idle_nodes(keep_above=sequence):
-                    return
+                    break
                 continue
             self._pop(sequence)
             self._prefills.extend(NodePrefill(n) for n in nodes)
             node = self._residency.node_of(sequence)
             if not self._residency.is_prefilled(node):
                 self._waiting.setdefault(node, []).append(sequence)
-            elif self._starts(sequence):
-                self._run([sequence])
+            elif self._start(sequence):
+                running.append(sequence)
+        self._run(running)
 
     def _peek(self) -> int | None:
         """The first sequence in execution order that is neither in flight nor has ended."""
@@ -281,8 +284,10 @@ class Scheduler:
         else:
             self._next = sequence + 1
 
-    def _starts(self, sequence: int) -> bool:
-        """Whether a sequence, whose prompt is prefilled and first token sampled, can decode now, without a prefill."""
+    def _start(self, sequence: int) -> bool:
+        """Forks the node of a sequence whose prompt is prefilled and first token sampled; whether it can decode now. If
+        it was set aside, its own tokens are prefilled before that.
+        """
         self._residency.begin_sequence(sequence)
         needs_prefill = bool(self._drawn[sequence] > 1)
         if needs_prefill:
@@ -383,31 +388,30 @@ class Scheduler:
     def _fill_up(self, parts: list[_Rows], budget: int) -> list[_Chunk]:
         """Adds chunks of the next prefills, `budget` tokens at most; which they are."""
         chunks: list[_Chunk] = []
-        pending: list[_Chunk] = []  # of `chunks`, those that have no room in the cache yet
+        pending: dict[Prefill, _Chunk] = {}  # of `chunks`, those that have no room in the cache yet
         while self._prefills and budget > 0:
             if pending and self._follows(self._prefills[0], pending):
-                parts.append(self._prefill_rows(pending))
-                pending = []
+                parts.append(self._prefill_rows(list(pending.values())))
+                pending = {}
             chunk = self._next_chunk(self._prefills[0], budget)
             if chunk is None:
                 break
             chunks.append(chunk)
-            pending.append(chunk)
+            pending[chunk.prefill] = chunk
             budget -= len(chunk.token_ids)
             if chunk.is_last:
                 self._prefills.popleft()
         if pending:
-            parts.append(self._prefill_rows(pending))
+            parts.append(self._prefill_rows(list(pending.values())))
         return chunks
 
-    def _follows(self, prefill: Prefill, pending: list[_Chunk]) -> bool:
+    def _follows(self, prefill: Prefill, pending: dict[Prefill, _Chunk]) -> bool:
         """Whether a prefill can go on only when these chunks are in the cache: it forks what they complete, or may need
         the pages that they leave.
         """
         if self._has_windows:
             return True
-        parent = NodePrefill(int(self._plan.trie.parent[prefill.node])) if isinstance(prefill, NodePrefill) else None
-        return any(chunk.prefill == parent for chunk in pending)
+        return isinstance(prefill, NodePrefill) and NodePrefill(int(self._plan.trie.parent[prefill.node])) in pending
 
     def _next_chunk(self, prefill: Prefill, budget: int) -> _Chunk | None:
         """The next tokens of a prefill; None if its pages have to wait for others to leave a window."""
@@ -424,7 +428,7 @@ class Scheduler:
         stored = self._cache.length(handle)
         rest = token_ids[stored - start :]
         count = min(len(rest), budget)
-        if self._has_windows:
+        if self._has_windows:  # elsewhere all pages that a prefill takes are committed since its sequence was admitted
             count = min(count, self._cache.room(handle))
         if count <= 0:
             return None
@@ -490,8 +494,8 @@ class Scheduler:
             return -1
         return int(self._prompt_of_node[chunk.prefill.node])
 
-    def _count_recomputed(self, chunk: _Chunk) -> int:
-        """How many of the tokens just scheduled went through the model before."""
+    def _note_prefilled(self, chunk: _Chunk) -> int:
+        """Notes how far its node is prefilled; how many of its tokens went through the model before."""
         if isinstance(chunk.prefill, SequencePrefill):
             return len(chunk.token_ids)
         before = int(self._prefilled_to[chunk.prefill.node])

@@ -126,6 +126,8 @@ def main(
     environments = environments.absolute()
     try:
         chosen = parse_peers(peers)
+        if peers == "all":  # without those that run as another does
+            chosen = [peer for peer in chosen if peer.dtype != dtype]
         files = model_files(model)
         missing = {peer.name: failure for peer in chosen if (failure := peer.missing(files, environments))}
         limits = Limits(dtype, kv_tokens, max_rows, threads or machine.cores())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import queue
 import signal
 import subprocess
 import sys
@@ -11,6 +12,7 @@ import threading
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
+from time import monotonic
 
 from batchkv.errors import UserError
 from benchmarks.model_files import ModelFiles
@@ -18,6 +20,8 @@ from benchmarks.protocol import Failure, Limits, Outcome, parse_failure, parse_o
 
 SCRIPTS = Path(__file__).parent / "peers"
 ENVIRONMENTS = Path(__file__).parent / ".peers"
+_POLL_S = 0.2  # how often it is looked whether a script is still there
+_TIME_TO_END_S = 20.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,8 +92,6 @@ PEERS = {
 class PeerProcess:
     """A peer's script in a process of its own: loaded once, it answers one run after the other.
 
-    Engines start processes of their own, so the whole session is ended with it.
-
     Args:
         command: see `Peer.command`.
     """
@@ -106,39 +108,51 @@ class PeerProcess:
             env=_environment(),
             start_new_session=True,
         )
-        self._is_late = False
+        self._lines: queue.SimpleQueue[str] = queue.SimpleQueue()
+        # what a script has started may hold its stdout open after it has ended: so it is read by a thread that may wait
+        threading.Thread(target=self._read, daemon=True).start()
+
+    def _read(self) -> None:
+        assert self._process.stdout is not None
+        for line in self._process.stdout:
+            self._lines.put(line)
 
     def run(self, job: Path, limit: int | None, timeout_s: float) -> Outcome | Failure:
         """One run; after a failure the process has ended."""
-        timer = threading.Timer(timeout_s, self._expire)
-        timer.start()
-        try:
-            outcome = self._answer(request_line(job, limit))
-        finally:
-            timer.cancel()
-        if outcome is not None:
-            return outcome
-        self.end()
-        if self._is_late:
-            return Failure(f"failed: no answer within {timeout_s:g} s")
-        self._errors.seek(0)
-        return parse_failure(self._errors.read(), self._process.returncode)
+        deadline = monotonic() + timeout_s
+        errors_before = os.fstat(self._errors.fileno()).st_size
+        self._ask(request_line(job, limit))
+        while monotonic() < deadline:
+            has_ended = self._process.poll() is not None  # asked before the last line is taken
+            try:
+                outcome = parse_outcome(self._lines.get(timeout=_POLL_S))
+            except queue.Empty:
+                if has_ended:
+                    self._kill()
+                    self._errors.seek(errors_before)
+                    return parse_failure(self._errors.read(), self._process.returncode)
+                continue
+            if outcome is not None:
+                return outcome
+        self._kill()
+        return Failure(f"failed: no answer within {timeout_s:g} s")
 
-    def _answer(self, request: str) -> Outcome | None:
+    def _ask(self, request: str) -> None:
         assert self._process.stdin is not None
-        assert self._process.stdout is not None
         with suppress(BrokenPipeError):  # it has failed: its errors say why
             self._process.stdin.write(request)
             self._process.stdin.flush()
-        outcomes = (parse_outcome(line) for line in self._process.stdout)
-        return next((outcome for outcome in outcomes if outcome is not None), None)
-
-    def _expire(self) -> None:
-        self._is_late = True
-        self.end()
 
     def end(self) -> None:
-        """Ends it with all that it has started."""
+        """Has the script end, as there are no more runs, and then whatever is left of all that it started."""
+        assert self._process.stdin is not None
+        with suppress(BrokenPipeError):
+            self._process.stdin.close()
+        with suppress(subprocess.TimeoutExpired):
+            self._process.wait(_TIME_TO_END_S)
+        self._kill()
+
+    def _kill(self) -> None:
         with suppress(ProcessLookupError):
             os.killpg(self._process.pid, signal.SIGKILL)
         self._process.wait()

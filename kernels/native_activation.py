@@ -10,12 +10,11 @@ from typing import Literal
 
 import torch
 
-from batchkv.kernels.native_library import instruction_set_number, native_library
+from batchkv.kernels.native_library import DTYPES, instruction_set_number, native_library
 
 Activation = Literal["silu", "gelu_tanh"]
 
 _KINDS: dict[Activation, int] = {"silu": 0, "gelu_tanh": 1}
-_DTYPES = {torch.float32: 0, torch.bfloat16: 1}
 
 
 @cache
@@ -31,7 +30,7 @@ def _library() -> ctypes.CDLL | None:
 
 def is_covered(device: torch.device, dtype: torch.dtype) -> bool:
     """Whether there is a kernel for rows of a dtype that are there."""
-    return device.type == "cpu" and dtype in _DTYPES and _library() is not None
+    return device.type == "cpu" and dtype in DTYPES and _library() is not None
 
 
 def activate(rows: torch.Tensor, kind: Activation, instruction_set: str | None = None) -> torch.Tensor:
@@ -56,6 +55,6 @@ def activate(rows: torch.Tensor, kind: Activation, instruction_set: str | None =
         rows.data_ptr(),
         out.data_ptr(),
         rows.numel(),
-        _DTYPES[rows.dtype],
+        DTYPES[rows.dtype],
     )
     return out

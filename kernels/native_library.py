@@ -6,7 +6,9 @@ import ctypes
 import importlib.util
 from functools import cache
 
-import torch  # noqa: F401  with it comes the OpenMP runtime that both use: two would fight for the cores
+import torch  # with it comes the OpenMP runtime that both use: two would fight for the cores
+
+DTYPES = {torch.float32: 0, torch.bfloat16: 1}  # as the C interface numbers them; attention knows more
 
 _LIBRARY = "batchkv.kernels._cpu"
 _INSTRUCTION_SETS = {"avx512": 2, "avx2": 1, "portable": 0}  # the best first

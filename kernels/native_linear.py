@@ -12,9 +12,9 @@ from functools import cache
 
 import torch
 
-from batchkv.kernels.native_library import fits, instruction_set_number, instruction_sets, native_library
+from batchkv.kernels.native_library import DTYPES, fits, instruction_set_number, instruction_sets, native_library
 
-_DTYPES = {torch.float32: 0, torch.bfloat16: 1}
+_STRIP_ROWS = 12  # a multiple of the rows that any instruction set takes at once
 
 
 class _Linear(ctypes.Structure):
@@ -23,6 +23,7 @@ class _Linear(ctypes.Structure):
         ("weight", ctypes.c_void_p),
         ("bias", ctypes.c_void_p),
         ("out", ctypes.c_void_p),
+        ("strips", ctypes.c_void_p),
         ("num_rows", ctypes.c_int64),
         ("in_features", ctypes.c_int64),
         ("out_features", ctypes.c_int64),
@@ -52,7 +53,7 @@ def is_covered(weight: torch.Tensor, bias: torch.Tensor | None) -> bool:
     return (
         _library() is not None
         and weight.device.type == "cpu"
-        and weight.dtype in _DTYPES
+        and weight.dtype in DTYPES
         and weight.ndim == 2
         and weight.numel() > 0
         and weight.stride(1) == 1
@@ -81,16 +82,19 @@ def linear(
         raise ValueError(f"rows are {found}, the layer takes {wanted}")
     rows = rows.contiguous()
     out = rows.new_empty(*rows.shape[:-1], out_features)
+    num_rows = math.prod(rows.shape[:-1])
+    strips = torch.empty(-(-num_rows // _STRIP_ROWS) * _STRIP_ROWS * in_features)
     layer = _Linear(
         rows=rows.data_ptr(),
         weight=weight_NK.data_ptr(),
         bias=None if bias_N is None else bias_N.data_ptr(),
         out=out.data_ptr(),
-        num_rows=math.prod(rows.shape[:-1]),
+        strips=strips.data_ptr(),
+        num_rows=num_rows,
         in_features=in_features,
         out_features=out_features,
         weight_stride=weight_NK.stride(0),
-        dtype=_DTYPES[rows.dtype],
+        dtype=DTYPES[rows.dtype],
     )
     library.batchkv_linear(instruction_set_number(instruction_set), ctypes.byref(layer))
     return out

@@ -7,9 +7,7 @@ from functools import cache
 
 import torch
 
-from batchkv.kernels.native_library import instruction_set_number, native_library
-
-_DTYPES = {torch.float32: 0, torch.bfloat16: 1}
+from batchkv.kernels.native_library import DTYPES, instruction_set_number, native_library
 
 
 @cache
@@ -29,7 +27,7 @@ def is_covered(rows: torch.Tensor, weight_D: torch.Tensor) -> bool:
         _library() is not None
         and rows.device.type == weight_D.device.type == "cpu"
         and rows.dtype == weight_D.dtype
-        and rows.dtype in _DTYPES
+        and rows.dtype in DTYPES
         and rows.shape[-1:] == weight_D.shape
         and weight_D.is_contiguous()
     )
@@ -62,6 +60,6 @@ def rms_norm(
         rows.numel() // max(1, len(weight_D)),
         len(weight_D),
         epsilon,
-        _DTYPES[rows.dtype],
+        DTYPES[rows.dtype],
     )
     return out

@@ -11,6 +11,7 @@ import ctypes
 import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from functools import partial
 from time import perf_counter
 from typing import Any
 
@@ -114,8 +115,9 @@ class Driver:
 
     def forget(self) -> None:
         """Drops all KV, and the samplers with how far they are in their random numbers."""
-        llama_cpp.llama_memory_clear(self._memory, True)
-        self._samplers.clear()
+        llama_cpp.llama_memory_clear(self._memory, False)
+        while self._samplers:
+            llama_cpp.llama_sampler_free(self._samplers.popitem()[1])
 
     def run(self, window: list[Sequence], before: list[Sequence]) -> None:
         """Generates for a window; `before` is the one before it, whose KV is still there."""
@@ -214,7 +216,6 @@ def sampler_chain(params: Params) -> Any:
 
 
 def run(driver: Driver, task: Task, rows: list[Row]) -> Samples:
-    driver.forget()
     before: list[Sequence] = []
     samples: Samples = [[] for _ in rows]
     for window in windows(in_order(rows), driver.size, task.kv_tokens):
@@ -229,7 +230,7 @@ def main() -> None:
     task = parse_task()
     driver = Driver(task)
     note = f"weights as in {task.model.name}, KV in float16, {driver.size} sequences, driven from Python"
-    serve(STARTED, lambda rows: run(driver, task, rows), distribution="llama-cpp-python", note=note)
+    serve(STARTED, partial(run, driver, task), distribution="llama-cpp-python", note=note, forget=driver.forget)
 
 
 if __name__ == "__main__":

@@ -13,7 +13,7 @@ from contextlib import asynccontextmanager
 from time import perf_counter
 from typing import Any
 
-from peer_protocol import Params, Row, Samples, Task, answer, asked_jobs, measure, parse_task, read_rows
+from peer_protocol import Job, Params, Row, Samples, Task, answer, asked_jobs, measure, parse_task, read_rows
 
 STARTED = perf_counter()
 os.environ.setdefault("MAX_SERVE_DISABLE_TELEMETRY", "1")
@@ -101,26 +101,25 @@ async def all_samples(tokenizer: Any, worker: Any, rows: list[Row]) -> Samples:
     return [[next(done) for _ in range(row.params.n)] for row in rows]
 
 
-async def run(task: Task) -> None:
-    """Answers one run: nothing clears its prefix cache for another."""
+async def run(task: Task, job: Job) -> None:
     note = f"{min(task.max_rows, SEQUENCES)} sequences, KV from {MEMORY_SHARE:.0%} of the memory"
     async with started_worker(task) as (tokenizer, worker):
         loop = asyncio.get_running_loop()
-
         load_s = perf_counter() - STARTED
 
         def generate(rows: list[Row]) -> Samples:
             return asyncio.run_coroutine_threadsafe(all_samples(tokenizer, worker, rows), loop).result()
 
-        rows = read_rows(next(asked_jobs()))
-        answer(await asyncio.to_thread(measure, load_s, rows, generate, distribution="max", note=note))
+        answer(await asyncio.to_thread(measure, load_s, read_rows(job), generate, distribution="max", note=note))
 
 
 def main() -> None:
     task = parse_task()
     if task.dtype != "float32":
         raise ValueError(f"MAX runs this model in float32 only on a CPU, not in {task.dtype}")
-    asyncio.run(run(task))
+    for job in asked_jobs():
+        asyncio.run(run(task, job))
+        return  # nothing empties its prefix cache for another run
 
 
 if __name__ == "__main__":

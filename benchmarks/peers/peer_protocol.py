@@ -162,10 +162,22 @@ def asked_jobs() -> Iterator[Job]:
         yield Job(Path(asked["job"]), asked["limit"])
 
 
-def serve(started: float, run: Run, *, distribution: str, note: str = "") -> None:
-    """Runs every job that is asked for, and answers. `started` is when the script did; the engine is ready now."""
+def serve(
+    started: float, run: Run, *, distribution: str, note: str = "", forget: Callable[[], None] = lambda: None
+) -> None:
+    """Runs every job that is asked for, and answers; the engine is ready now.
+
+    Args:
+        started: when the script started.
+        run: generates.
+        distribution: whose version is told.
+        note: goes into the answers.
+        forget: empties the caches that a run leaves.
+    """
     load_s = perf_counter() - started
-    for job in asked_jobs():
+    for number, job in enumerate(asked_jobs()):
+        if number:
+            forget()
         answer(measure(load_s, read_rows(job), run, distribution=distribution, note=note))
 
 

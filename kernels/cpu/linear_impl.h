@@ -10,7 +10,7 @@ namespace ISA {
 
 constexpr int kDepth = 320;  // most input features of a packed part
 
-// How many input features a part has, but for the last one: parts are as even as whole vectors let them be.
+// How many input features a part has, but for the last one: parts are as even as multiples of kLanes let them be.
 inline int depth_of_parts(int64_t depth) {
   const int64_t parts = (depth + kDepth - 1) / kDepth;
   return ((depth + parts - 1) / parts + kLanes - 1) / kLanes * kLanes;
@@ -116,15 +116,14 @@ void multiply_panel(const Linear& layer, const float* strips, int64_t first, flo
 template <typename Element>
 void multiply_panels(const Linear& layer) {
   const int64_t strips = strips_of(layer.num_rows), panels = (layer.out_features + kLanes - 1) / kLanes;
-  std::unique_ptr<float[]> packed(new float[strips * kMostRows * layer.in_features]);
   std::atomic<int64_t> next_strip{0}, next_panel{0};
 #pragma omp parallel if (layer.num_rows * layer.in_features * layer.out_features >= kWorthThreads)
   {
-    for (int64_t strip; (strip = next_strip++) < strips;) pack_strip<Element>(layer, strip, packed.get());
+    for (int64_t strip; (strip = next_strip++) < strips;) pack_strip<Element>(layer, strip, layer.strips);
 #pragma omp barrier
     std::unique_ptr<float[]> sums(new float[layer.num_rows * kLanes]);  // 64 bytes a row
     for (int64_t panel; (panel = next_panel++) < panels;)
-      multiply_panel<Element>(layer, packed.get(), panel * kLanes, sums.get());
+      multiply_panel<Element>(layer, layer.strips, panel * kLanes, sums.get());
   }
 }
 

@@ -12,9 +12,9 @@ from tests.native_kernels import INSTRUCTION_SETS, needs_native
 
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 1e-2}  # of the results' root mean square
 
-# Around what vectors, panels of output features and blocks of input features are cut into.
-ROWS = st.sampled_from([0, 1, 2, 5, 6, 7, 16, 33])
-INPUTS = st.sampled_from([1, 7, 8, 17, 40, 255, 256, 257, 600])
+# Around what vectors, strips of rows, panels of output features and parts of input features are cut into.
+ROWS = st.sampled_from([0, 1, 2, 3, 5, 6, 7, 12, 13, 16, 33])
+INPUTS = st.sampled_from([1, 7, 8, 17, 40, 319, 320, 321, 600, 641])
 OUTPUTS = st.sampled_from([1, 15, 16, 17, 40])
 
 

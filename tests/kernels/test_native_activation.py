@@ -36,7 +36,7 @@ def test_it_is_what_torch_computes(instruction_set: str, kind: Activation, dtype
 def test_the_ends_of_floats(instruction_set: str, kind: Activation) -> None:
     rows = torch.tensor([0.0, -0.0, 90.0, -90.0, 1e30, -1e30, 3e38, -3e38, torch.inf, torch.nan, 1e-30, -1e-30])
     found = activate(rows, kind, instruction_set)
-    assert torch.allclose(found, EXACT[kind](rows), rtol=1e-6, atol=1e-30, equal_nan=True)
+    assert torch.allclose(found, EXACT[kind](rows), rtol=1e-6, atol=1e-37, equal_nan=True)
 
 
 @pytest.mark.parametrize("instruction_set", INSTRUCTION_SETS)
@@ -45,7 +45,7 @@ def test_the_ends_of_floats(instruction_set: str, kind: Activation) -> None:
 def test_an_element_has_the_same_bits_wherever_it_stands(
     instruction_set: str, kind: Activation, dtype: torch.dtype
 ) -> None:
-    rows = torch.randn(9001, generator=torch.Generator().manual_seed(0)).to(dtype)
+    rows = torch.randn(70_001, generator=torch.Generator().manual_seed(0)).to(dtype)  # enough for several threads
     expected = activate(rows, kind, instruction_set)
     for begin in range(19):
         assert torch.equal(activate(rows[begin:].clone(), kind, instruction_set), expected[begin:])

@@ -55,9 +55,9 @@ def test_native_activations_need_not_be_tried(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(batch_invariance, "_activations_are_invariant", lambda *width: tried.append(width) or True)
     monkeypatch.setattr(batch_invariance, "_found", {})
     with_native, without = FAMILIES["llama"](), FAMILIES["llama"]()
-    for layer in without.model.layers:
-        layer.mlp.act_fn = ACT2FN["gelu"]
+    without.model.layers[0].mlp.act_fn = ACT2FN["gelu"]
     assert are_native(with_native, {torch.float32})
+    assert not are_native(FAMILIES["gemma2"](), {torch.float32})  # the tanh of its logits' soft-cap is not native
     assert not are_native(with_native, {torch.float16})
     assert row_multiple(with_native) is not None
     assert not tried
