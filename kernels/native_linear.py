@@ -83,7 +83,7 @@ def linear(
     rows = rows.contiguous()
     out = rows.new_empty(*rows.shape[:-1], out_features)
     num_rows = math.prod(rows.shape[:-1])
-    strips = torch.empty(-(-num_rows // _STRIP_ROWS) * _STRIP_ROWS * in_features)
+    strips = torch.empty(-(-num_rows // _STRIP_ROWS) * _STRIP_ROWS * in_features, dtype=torch.float32)
     layer = _Linear(
         rows=rows.data_ptr(),
         weight=weight_NK.data_ptr(),
