@@ -221,7 +221,7 @@ class Executor:
             node = int(self._plan.trie.prompt_node[self._plan.sequences.prompt[sequence]])
             row = int(self._plan.trie.prompt_row[self._plan.sequences.prompt[sequence]])
             prompt = self._arena.row(row)[: int(self._plan.trie.end[node])]
-            length = int(self._cache.lengths(np.array([handle]))[0])
+            length = self._cache.length(handle)
             kept.append(Kept(sequence, handle, np.concatenate([prompt, self._kept_tokens[sequence]])[:length]))
         return kept
 

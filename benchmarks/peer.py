@@ -98,6 +98,7 @@ class PeerProcess:
 
     def __init__(self, command: list[str]) -> None:
         self._errors = tempfile.TemporaryFile(mode="w+", errors="replace")  # noqa: SIM115 - for as long as the process
+        self._errors_told = 0  # how much of them is of runs that were answered
         self._process = subprocess.Popen(
             command,
             stdin=subprocess.PIPE,
@@ -120,7 +121,6 @@ class PeerProcess:
     def run(self, job: Path, limit: int | None, timeout_s: float) -> Outcome | Failure:
         """One run; after a failure the process has ended."""
         deadline = monotonic() + timeout_s
-        errors_before = os.fstat(self._errors.fileno()).st_size
         self._ask(request_line(job, limit))
         while monotonic() < deadline:
             has_ended = self._process.poll() is not None  # asked before the last line is taken
@@ -129,10 +129,11 @@ class PeerProcess:
             except queue.Empty:
                 if has_ended:
                     self._kill()
-                    self._errors.seek(errors_before)
+                    self._errors.seek(self._errors_told)
                     return parse_failure(self._errors.read(), self._process.returncode)
                 continue
             if outcome is not None:
+                self._errors_told = os.fstat(self._errors.fileno()).st_size
                 return outcome
         self._kill()
         return Failure(f"failed: no answer within {timeout_s:g} s")

@@ -5,12 +5,13 @@ stands or on how many threads share the work.
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Callable
 from functools import cache
 from typing import Literal
 
 import torch
 
-from batchkv.kernels.native_library import DTYPES, instruction_set_number, native_library
+from batchkv.kernels.native_library import DTYPES, instruction_set_number, native_function
 
 Activation = Literal["silu", "gelu_tanh"]
 
@@ -18,19 +19,14 @@ _KINDS: dict[Activation, int] = {"silu": 0, "gelu_tanh": 1}
 
 
 @cache
-def _library() -> ctypes.CDLL | None:
-    library = native_library()
-    if library is None or not hasattr(library, "batchkv_activate"):
-        return None
+def _activate() -> Callable[..., None] | None:
     number, pointer = ctypes.c_int32, ctypes.c_void_p
-    library.batchkv_activate.argtypes = [number, number, pointer, pointer, ctypes.c_int64, number]
-    library.batchkv_activate.restype = None
-    return library
+    return native_function("batchkv_activate", number, number, pointer, pointer, ctypes.c_int64, number)
 
 
 def is_covered(device: torch.device, dtype: torch.dtype) -> bool:
     """Whether there is a kernel for rows of a dtype that are there."""
-    return device.type == "cpu" and dtype in DTYPES and _library() is not None
+    return device.type == "cpu" and dtype in DTYPES and _activate() is not None
 
 
 def activate(rows: torch.Tensor, kind: Activation, instruction_set: str | None = None) -> torch.Tensor:
@@ -44,12 +40,12 @@ def activate(rows: torch.Tensor, kind: Activation, instruction_set: str | None =
         ValueError: the rows are not such as `is_covered`.
         RuntimeError: the processor has not these instructions.
     """
-    library = _library()
-    if library is None or not is_covered(rows.device, rows.dtype):
+    native = _activate()
+    if native is None or not is_covered(rows.device, rows.dtype):
         raise ValueError(f"the native kernel does not compute {kind} of {rows.dtype} on {rows.device}")
     rows = rows.contiguous()
     out = torch.empty_like(rows)
-    library.batchkv_activate(
+    native(
         instruction_set_number(instruction_set),
         _KINDS[kind],
         rows.data_ptr(),

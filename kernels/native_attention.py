@@ -15,12 +15,12 @@ import numpy as np
 import torch
 
 from batchkv.kernels.attention import AttentionBackend
-from batchkv.kernels.native_library import fits, instruction_set_number, instruction_sets, native_library
+from batchkv.kernels.native_library import DTYPES, fits, instruction_set_number, instruction_sets, native_library
 from batchkv.kernels.quantization import is_quantized
 from batchkv.kv_layout import LayerSpec
 from batchkv.step import AttentionBatch
 
-_DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.int8: 2}
+_DTYPES = DTYPES | {torch.int8: 2}
 _LANES = 16  # value dims are padded to a multiple of this
 
 

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import ctypes
 import importlib.util
+from collections.abc import Callable
 from functools import cache
+from typing import Any
 
 import torch  # with it comes the OpenMP runtime that both use: two would fight for the cores
 
@@ -46,6 +48,14 @@ def instruction_set_number(name: str | None = None) -> int:
     if name not in there:
         raise RuntimeError(f"no native kernels for {name}: they were not built, or do not run on this machine")
     return _INSTRUCTION_SETS[name]
+
+
+def native_function(name: str, *argument_types: Any) -> Callable[..., None] | None:
+    """A function of the extension that returns nothing; None if there is none, or if it was built before that was."""
+    function = getattr(native_library(), name, None)
+    if function is not None:
+        function.argtypes, function.restype = argument_types, None
+    return function
 
 
 def fits(library: ctypes.CDLL, **structures: type[ctypes.Structure]) -> bool:

@@ -3,28 +3,24 @@
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Callable
 from functools import cache
 
 import torch
 
-from batchkv.kernels.native_library import DTYPES, instruction_set_number, native_library
+from batchkv.kernels.native_library import DTYPES, instruction_set_number, native_function
 
 
 @cache
-def _library() -> ctypes.CDLL | None:
-    library = native_library()
-    if library is None or not hasattr(library, "batchkv_rms_norm"):
-        return None
+def _rms_norm() -> Callable[..., None] | None:
     number, pointer, size = ctypes.c_int32, ctypes.c_void_p, ctypes.c_int64
-    library.batchkv_rms_norm.argtypes = [number, pointer, pointer, pointer, size, size, ctypes.c_float, number]
-    library.batchkv_rms_norm.restype = None
-    return library
+    return native_function("batchkv_rms_norm", number, *[pointer] * 3, size, size, ctypes.c_float, number)
 
 
 def is_covered(rows: torch.Tensor, weight_D: torch.Tensor) -> bool:
     """Whether there is a kernel for these rows [..., D] and this weight."""
     return (
-        _library() is not None
+        _rms_norm() is not None
         and rows.device.type == weight_D.device.type == "cpu"
         and rows.dtype == weight_D.dtype
         and rows.dtype in DTYPES
@@ -47,12 +43,12 @@ def rms_norm(
         ValueError: rows and weight are not such as `is_covered`.
         RuntimeError: the processor has not these instructions.
     """
-    library = _library()
-    if library is None or not is_covered(rows, weight_D):
+    native = _rms_norm()
+    if native is None or not is_covered(rows, weight_D):
         raise ValueError("the native kernel does not compute this norm: ask is_covered first")
     rows = rows.contiguous()
     out = torch.empty_like(rows)
-    library.batchkv_rms_norm(
+    native(
         instruction_set_number(instruction_set),
         rows.data_ptr(),
         weight_D.data_ptr(),

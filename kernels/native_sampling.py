@@ -6,29 +6,30 @@ Shape suffixes: B rows, V vocabulary, N blocks of K tokens. A row's bits depend 
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Callable
 from functools import cache
 
 import torch
 
-from batchkv.kernels.native_library import instruction_set_number, native_library
+from batchkv.kernels.native_library import instruction_set_number, native_function
 
 _F32 = torch.float32
 
 
 @cache
-def _library() -> ctypes.CDLL | None:
-    library, pointer, number = native_library(), ctypes.c_void_p, ctypes.c_int64
-    if library is None or not hasattr(library, "batchkv_weigh"):
-        return None
-    library.batchkv_weigh.argtypes = [ctypes.c_int32, pointer, number, number, *[pointer] * 3, number, number]
-    library.batchkv_search.argtypes = [*[pointer] * 4, *[number] * 3]
-    library.batchkv_weigh.restype = library.batchkv_search.restype = None
-    return library
+def _weigh() -> Callable[..., None] | None:
+    pointer, number = ctypes.c_void_p, ctypes.c_int64
+    return native_function("batchkv_weigh", ctypes.c_int32, pointer, number, number, *[pointer] * 3, number, number)
+
+
+@cache
+def _search() -> Callable[..., None] | None:
+    return native_function("batchkv_search", *[ctypes.c_void_p] * 4, *[ctypes.c_int64] * 3)
 
 
 def is_covered(device: torch.device) -> bool:
     """Whether there are kernels for tensors that are there."""
-    return device.type == "cpu" and _library() is not None
+    return device.type == "cpu" and _weigh() is not None and _search() is not None
 
 
 def weigh(
@@ -55,9 +56,9 @@ def weigh(
     best_B, temperature_B = best_B.contiguous(), temperature_B.contiguous()
     tensors = logits_BV, best_B, temperature_B, weights_BNK
     fit = len(logits_BV) == len(best_B) == len(temperature_B) == rows and logits_BV.shape[1] <= blocks * size
-    library = _library()
+    native = _weigh()
     if (
-        library is None
+        native is None
         or not fit
         or any(tensor.dtype != _F32 or tensor.device.type != "cpu" for tensor in tensors)
         or size % 16 != 0
@@ -66,7 +67,7 @@ def weigh(
     ):
         kinds = [f"{str(tensor.dtype)[6:]} {tuple(tensor.shape)}" for tensor in tensors]
         raise ValueError(f"logits, best, temperature and weights do not belong together: {', '.join(kinds)}")
-    library.batchkv_weigh(
+    native(
         instruction_set_number(instruction_set),
         logits_BV.data_ptr(),
         logits_BV.stride(0),
@@ -94,15 +95,15 @@ def search(weights_BNK: torch.Tensor, sums_BN: torch.Tensor, uniform_B: torch.Te
     tokens_B = torch.empty(rows, dtype=torch.int64)
     weights_BNK, sums_BN, uniform_B = weights_BNK.contiguous(), sums_BN.contiguous(), uniform_B.contiguous()
     dtypes = weights_BNK.dtype, sums_BN.dtype, uniform_B.dtype
-    library = _library()
+    native = _search()
     if (
-        library is None
+        native is None
         or sums_BN.shape != (rows, blocks)
         or len(uniform_B) != rows
         or dtypes != (_F32, _F32, torch.float64)
     ):
         raise ValueError(f"weights {tuple(weights_BNK.shape)}, sums {tuple(sums_BN.shape)} and uniforms do not fit")
-    library.batchkv_search(
+    native(
         weights_BNK.data_ptr(),
         sums_BN.data_ptr(),
         uniform_B.data_ptr(),

@@ -43,58 +43,62 @@ inline void transpose(Vec (&square)[VECTOR_FLOATS]) {
   if constexpr (2 * kDistance < VECTOR_FLOATS) transpose<2 * kDistance>(square);
 }
 
-// The next `depth` input features of a panel's output features, whose weights are at `rows`, to panel[depth][kLanes].
-template <typename Element>
-void pack_panel(const Element* const* rows, int64_t begin, int depth, float* panel) {
+// kWidth rows of which each is `stride` behind the one before, and more to make up whole vectors. Where there are only
+// `count` of them, it is the last one again.
+template <int kWidth, typename Element>
+struct RowList {
+  const Element* rows[(kWidth + VECTOR_FLOATS - 1) / VECTOR_FLOATS * VECTOR_FLOATS];
+
+  RowList(const Element* first, int64_t stride, int64_t count) {
+    int64_t r = 0;
+    for (const Element*& row : rows) row = first + std::min(r++, count - 1) * stride;
+  }
+};
+
+// `depth` columns of these rows from `begin` on, to packed[depth][kWidth].
+template <int kWidth, typename Element>
+void pack(const RowList<kWidth, Element>& list, int64_t begin, int depth, float* packed) {
+  static_assert(kWidth < VECTOR_FLOATS || kWidth % VECTOR_FLOATS == 0);
+  constexpr size_t kStored = std::min(VECTOR_FLOATS, kWidth) * sizeof(float);  // of a vector
   int i = 0;
   for (; i + VECTOR_FLOATS <= depth; i += VECTOR_FLOATS)
-    for (int lane = 0; lane < kLanes; lane += VECTOR_FLOATS) {
+    for (int lane = 0; lane < kWidth; lane += VECTOR_FLOATS) {
       Vec square[VECTOR_FLOATS];
 #pragma GCC unroll 16
-      for (int r = 0; r < VECTOR_FLOATS; r++) square[r] = load_floats(rows[lane + r] + begin + i);
+      for (int r = 0; r < VECTOR_FLOATS; r++) square[r] = load_floats(list.rows[lane + r] + begin + i);
       transpose(square);
 #pragma GCC unroll 16
-      for (int r = 0; r < VECTOR_FLOATS; r++) store(panel + (i + r) * kLanes + lane, square[r]);
+      for (int r = 0; r < VECTOR_FLOATS; r++)
+        std::memcpy(packed + (i + r) * kWidth + lane, &square[r], kStored);
     }
   for (; i < depth; i++)
-    for (int lane = 0; lane < kLanes; lane++) panel[i * kLanes + lane] = to_float(rows[lane][begin + i]);
+    for (int lane = 0; lane < kWidth; lane++) packed[i * kWidth + lane] = to_float(list.rows[lane][begin + i]);
 }
 
-// A strip of rows, to packed[part][strip][input feature of the part][kMostRows]; 0 where there are fewer rows.
+// A strip of rows, to packed[part][strip][input feature of the part][kMostRows].
 template <typename Element>
 void pack_strip(const Linear& layer, int64_t strip, float* packed) {
   const int64_t depth = layer.in_features, step = depth_of_parts(depth), strips = strips_of(layer.num_rows);
-  const int rows = std::min<int64_t>(kMostRows, layer.num_rows - strip * kMostRows);
-  const Element* from = static_cast<const Element*>(layer.rows) + strip * kMostRows * depth;
+  const int64_t first = strip * kMostRows;
+  const RowList<kMostRows, Element> rows(static_cast<const Element*>(layer.rows) + first * depth, depth,
+                                         layer.num_rows - first);
   for (int64_t begin = 0; begin < depth; begin += step) {
     const int64_t part = std::min(step, depth - begin);
-    float* to = packed + (begin * strips + strip * part) * kMostRows;
-    int64_t i = 0;
-    for (; i + VECTOR_FLOATS <= part; i += VECTOR_FLOATS) {
-      Vec square[VECTOR_FLOATS];
-#pragma GCC unroll 16
-      for (int r = 0; r < VECTOR_FLOATS; r++) square[r] = r < rows ? load_floats(from + r * depth + begin + i) : Vec{};
-      transpose(square);
-#pragma GCC unroll 16
-      for (int r = 0; r < VECTOR_FLOATS; r++) std::memcpy(to + (i + r) * kMostRows, &square[r], kMostRows * sizeof(float));
-    }
-    for (; i < part; i++)
-      for (int r = 0; r < kMostRows; r++) to[i * kMostRows + r] = r < rows ? to_float(from[r * depth + begin + i]) : 0;
+    pack(rows, begin, part, packed + (begin * strips + strip * part) * kMostRows);
   }
 }
 
 // One panel for all rows, which are in strips; `sums` is [num_rows][kLanes].
 template <typename Element>
 void multiply_panel(const Linear& layer, const float* strips, int64_t first, float* sums) {
-  const int64_t depth = layer.in_features, step = depth_of_parts(depth), last = layer.out_features - 1;
-  const int count = std::min<int64_t>(kLanes, last + 1 - first);
-  const Element* weight[kLanes];  // where there are fewer features, the last one again
-  for (int lane = 0; lane < kLanes; lane++)
-    weight[lane] = static_cast<const Element*>(layer.weight) + std::min(first + lane, last) * layer.weight_stride;
+  const int64_t depth = layer.in_features, step = depth_of_parts(depth);
+  const int count = std::min<int64_t>(kLanes, layer.out_features - first);
+  const RowList<kLanes, Element> weight(static_cast<const Element*>(layer.weight) + first * layer.weight_stride,
+                                        layer.weight_stride, count);
   alignas(64) float panel[kDepth * kLanes];
   for (int64_t begin = 0; begin < depth; begin += step) {
     const int64_t part = std::min(step, depth - begin);
-    pack_panel(weight, begin, part, panel);
+    pack(weight, begin, part, panel);
     const Strips left{strips + begin * strips_of(layer.num_rows) * kMostRows, part};
     const Strided<float> right{panel, kLanes};
     if (begin)
