@@ -473,7 +473,7 @@ def _check_and_pack(model: PreTrainedModel) -> None:
     Raises:
         UserError: the model does not run with paged attention either way.
     """
-    if model.device.type != "cpu" or not is_worth_packing():
+    if model.device.type != "cpu" or not is_worth_packing(model.dtype):
         check_parity(model.config, type(model))
         return
     try:

@@ -37,7 +37,7 @@ def product_of(layer: nn.Module) -> Product | None:
     if not _is_plain(layer):
         return None
     weight, bias = layer.weight, layer.bias
-    if native_linear.is_fastest() and native_linear.is_covered(weight, bias):
+    if native_linear.is_fastest(weight.dtype) and native_linear.is_covered(weight, bias):
         native: Product = native_linear.linear
         return native
     is_for_onednn = weight.dtype == torch.float32 and _can_pack(weight) and (bias is None or bias.is_contiguous())
@@ -79,9 +79,9 @@ def _onednn(rows: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None)
     return out
 
 
-def is_worth_packing() -> bool:
+def is_worth_packing(dtype: torch.dtype) -> bool:
     """Whether there is nothing faster than packed layers."""
-    return not native_linear.is_fastest()
+    return not native_linear.is_fastest(dtype)
 
 
 def pack_linears(model: nn.Module) -> None:

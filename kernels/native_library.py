@@ -13,7 +13,7 @@ import torch  # with it comes the OpenMP runtime that both use: two would fight 
 DTYPES = {torch.float32: 0, torch.bfloat16: 1}  # as the C interface numbers them; attention knows more
 
 _LIBRARY = "batchkv.kernels._cpu"
-_INSTRUCTION_SETS = {"avx512": 2, "avx2": 1, "portable": 0}  # the best first
+_INSTRUCTION_SETS = {"amx": 3, "avx512": 2, "avx2": 1, "portable": 0}  # the best first
 
 
 @cache

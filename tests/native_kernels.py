@@ -12,6 +12,6 @@ INSTRUCTION_SETS: list[Any] = [
     pytest.param(
         name, marks=pytest.mark.skipif(name not in instruction_sets(), reason="not built, or not this processor's")
     )
-    for name in ("portable", "avx2", "avx512")
+    for name in ("portable", "avx2", "avx512", "amx")
 ]
 needs_native = pytest.mark.skipif(not instruction_sets(), reason="the native kernels were not built")

@@ -8,8 +8,10 @@
 #include <cstdlib>
 #include <cstring>
 #include <memory>
+#include <new>
 #include <type_traits>
 #include <utility>
+#include <vector>
 
 #ifdef _OPENMP
 #include <omp.h>
@@ -25,6 +27,10 @@
 #if defined(__x86_64__) && defined(__GNUC__) && !defined(__clang__)
 #define BATCHKV_X86
 #endif
+// Tiles have to be asked for, which is done as Linux wants it.
+#if defined(BATCHKV_X86) && defined(__linux__) && __GNUC__ >= 11
+#define BATCHKV_TILES
+#endif
 
 // Kernels are in a namespace for each instruction set: this declares one in all of them, and the next calls that of the
 // instruction set in question.
@@ -37,10 +43,19 @@
   }                               \
   namespace avx512 {              \
   signature;                      \
+  }                               \
+  namespace amx {                 \
+  signature;                      \
   }
+#ifdef BATCHKV_TILES
+#define CALL_TILES(instruction_set, call) (instruction_set) == kAmx ? amx::call:
+#else
+#define CALL_TILES(instruction_set, call)
+#endif
 #ifdef BATCHKV_X86
 #define CALL_KERNEL(instruction_set, call)               \
-  ((instruction_set) == kAvx512 ? avx512::call           \
+  (CALL_TILES(instruction_set, call)                     \
+   (instruction_set) == kAvx512 ? avx512::call           \
    : (instruction_set) == kAvx2 ? avx2::call             \
                                 : portable::call)
 #else

@@ -12,7 +12,7 @@ struct Linear {
   const void* weight;  // [out_features][in_features]
   const void* bias;    // [out_features] or null
   void* out;           // [num_rows][out_features]
-  float* strips;       // room for the rows, a multiple of 12 of them, as floats
+  float* strips;       // room for the rows as floats: a multiple of 48 of them, with a multiple of 32 features
   int64_t num_rows;
   int64_t in_features;
   int64_t out_features;
@@ -20,7 +20,8 @@ struct Linear {
   int32_t dtype;
 };
 
-// A row's result depends on nothing but the row, the weight and the bias: it is summed over k in ascending order.
+// A row's result depends on nothing but the row, the weight and the bias: it is summed over k in an
+// order that is the same for all rows (with AVX-512 and less, ascending).
 void batchkv_linear(InstructionSet instruction_set, const Linear* linear);
 
 // sizeof(Linear): a caller that was written for another must not go on.

@@ -18,31 +18,6 @@ inline int depth_of_parts(int64_t depth) {
 
 inline int64_t strips_of(int64_t rows) { return (rows + kMostRows - 1) / kMostRows; }
 
-// Takes elements from two vectors: from `low` where bit kDistance of the place is 0, else from `high`. kOffset is 0 or
-// kDistance: how far up in them it starts.
-template <int kDistance, int kOffset, int... I>
-inline Vec interleave(Vec low, Vec high, std::integer_sequence<int, I...>) {
-#ifdef __clang__
-  return __builtin_shufflevector(low, high, (I & kDistance ? VECTOR_FLOATS + I - kDistance : I) + kOffset...);
-#else
-  return __builtin_shuffle(low, high, VecInt{(I & kDistance ? VECTOR_FLOATS + I - kDistance : I) + kOffset...});
-#endif
-}
-
-// Transposes a square of vectors: bit after bit of the row's number becomes that of the column's.
-template <int kDistance = 1>
-inline void transpose(Vec (&square)[VECTOR_FLOATS]) {
-  constexpr std::make_integer_sequence<int, VECTOR_FLOATS> indices;
-#pragma GCC unroll 16
-  for (int i = 0; i < VECTOR_FLOATS; i++)
-    if (!(i & kDistance)) {
-      const Vec low = square[i], high = square[i + kDistance];
-      square[i] = interleave<kDistance, 0>(low, high, indices);
-      square[i + kDistance] = interleave<kDistance, kDistance>(low, high, indices);
-    }
-  if constexpr (2 * kDistance < VECTOR_FLOATS) transpose<2 * kDistance>(square);
-}
-
 // kWidth rows of which each is `stride` behind the one before, and more to make up whole vectors. Where there are only
 // `count` of them, it is the last one again.
 template <int kWidth, typename Element>
@@ -135,7 +110,11 @@ void linear_layer(const Linear& layer) {
   if (layer.dtype == kFloat32)
     multiply_panels<float>(layer);
   else
+#ifdef BATCHKV_IN_TILES
+    multiply_in_tiles(layer);
+#else
     multiply_panels<uint16_t>(layer);
+#endif
 }
 
 }  // namespace ISA

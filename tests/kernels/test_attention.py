@@ -36,7 +36,7 @@ def native(instruction_set: str) -> Any:
     return pytest.param(partial(NativeAttention, instruction_set), id=f"native-{instruction_set}", marks=missing)
 
 
-NATIVE = [native(name) for name in ("portable", "avx2", "avx512")]
+NATIVE = [native(name) for name in ("portable", "avx2", "avx512", "amx")]
 IN_TORCH: list[Any] = [pytest.param(backend, id=backend.name) for backend in (ReferenceAttention, TorchAttention)]
 TRITON = [pytest.param(partial(TritonAttention, DEVICE), id="triton")]
 BACKENDS = [*IN_TORCH, *NATIVE, *TRITON]

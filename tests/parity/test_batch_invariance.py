@@ -53,7 +53,7 @@ def results(engine: Engine, table: pa.Table) -> list[tuple[Any, ...]]:
 def test_tokens_and_logprobs_do_not_depend_on_what_runs_together(
     family: str, dtype: Dtype, is_loaded: bool, kv_dtype: KVDtype, tmp_path: Path
 ) -> None:
-    if dtype == "bfloat16" and not native_linear.is_fastest():
+    if dtype == "bfloat16" and not native_linear.is_fastest(torch.bfloat16):
         pytest.skip("in bfloat16 that holds for native linear layers")
     live = FAMILIES[family]().to(getattr(torch, dtype))
     model = save_tiny(live, tmp_path) if is_loaded else live  # which may have packed layers

@@ -28,13 +28,13 @@ def fastest(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
         pytest.skip("the native kernels were not built")
     if name == "onednn" and not torch.backends.mkldnn.is_available():
         pytest.skip("torch without oneDNN")
-    monkeypatch.setattr(native_linear, "is_fastest", lambda: name == "native")
+    monkeypatch.setattr(native_linear, "is_fastest", lambda _: name == "native")
     return name
 
 
 @pytest.fixture
 def without_native(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(native_linear, "is_fastest", lambda: False)
+    monkeypatch.setattr(native_linear, "is_fastest", lambda _: False)
 
 
 @needs_onednn
@@ -120,7 +120,7 @@ def test_autocast_and_layers_with_a_forward_of_their_own_are_left_alone() -> Non
 def test_native_products_are_of_plain_layers_in_float32_and_bfloat16(monkeypatch: pytest.MonkeyPatch) -> None:
     if not native_linear.is_covered(torch.zeros(1, 1), None):
         pytest.skip("the native kernels were not built")
-    monkeypatch.setattr(native_linear, "is_fastest", lambda: True)
+    monkeypatch.setattr(native_linear, "is_fastest", lambda _: True)
     for dtype in (torch.float32, torch.bfloat16):
         model = FAMILIES["llama"]().to(dtype)
         assert linear_backend(model) == "native"
