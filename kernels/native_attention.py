@@ -22,6 +22,7 @@ from batchkv.step import AttentionBatch
 
 _DTYPES = DTYPES | {torch.int8: 2}
 _LANES = 16  # value dims are padded to a multiple of this
+_TILE_DEPTH = 32  # key dims that a row of a tile holds
 
 
 class _Pages(ctypes.Structure):
@@ -36,6 +37,7 @@ class _Pages(ctypes.Structure):
         ("key_dim", ctypes.c_int32),
         ("value_dim", ctypes.c_int32),
         ("value_stride", ctypes.c_int32),
+        ("layout", ctypes.c_int32),
     ]
 
 
@@ -86,14 +88,15 @@ def is_covered(dtype: torch.dtype) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class NativeKV:
-    """Pages of one layer: key [pages, K, D, page_size], value [pages, K, page_size, value dim rounded up to 16].
+    """Pages of one layer: key [pages, K, D, page_size], value [pages, K, page_size, value dim rounded up to 16]. With values
+    side by side, which is for tiles, the last two dims of both are swapped.
 
     If they are quantized there are scales, [pages, K, page_size] each. `pages` is how the kernel sees them: where the
     tensors lie, and their shapes.
     """
 
-    key_PKDS: torch.Tensor
-    value_PKSD: torch.Tensor
+    key: torch.Tensor
+    value: torch.Tensor
     key_scale_PKS: torch.Tensor | None
     value_scale_PKS: torch.Tensor | None
     pages: _Pages
@@ -124,7 +127,9 @@ class NativeAttention(AttentionBackend[NativeKV, NativeWorkPlan]):
         if library is None:
             raise RuntimeError("the native kernels were built from other sources: install batchkv again")
         self._library = library
-        self.name = f"native ({instruction_set or instruction_sets()[0]})"
+        name = instruction_set or instruction_sets()[0]
+        self._has_tiles = name == "amx"
+        self.name = f"native ({name})"
 
     def allocate(
         self, num_pages: int, page_size: int, spec: LayerSpec, dtype: torch.dtype, device: torch.device
@@ -132,15 +137,19 @@ class NativeAttention(AttentionBackend[NativeKV, NativeWorkPlan]):
         if dtype not in _DTYPES:
             raise ValueError(f"the native kernel has no {dtype}")
         value_stride = -(-spec.value_dim // _LANES) * _LANES
+        is_for_tiles = self._has_tiles and dtype == torch.bfloat16 and spec.key_dim % _TILE_DEPTH == 0
         heads = (num_pages, spec.num_kv_heads)  # not filled: a page costs memory when it is first written
-        key_PKDS = torch.empty(*heads, spec.key_dim, page_size, dtype=dtype, device=device)
-        value_PKSD = torch.empty(*heads, page_size, value_stride, dtype=dtype, device=device)
+        key_shape, value_shape = (spec.key_dim, page_size), (page_size, value_stride)
+        if is_for_tiles:
+            key_shape, value_shape = key_shape[::-1], value_shape[::-1]
+        key = torch.empty(*heads, *key_shape, dtype=dtype, device=device)
+        value = torch.empty(*heads, *value_shape, dtype=dtype, device=device)
         key_scale_PKS, value_scale_PKS = (
             torch.empty(*heads, page_size, device=device) if is_quantized(dtype) else None for _ in range(2)
         )
         pages = _Pages(
-            key=key_PKDS.data_ptr(),
-            value=value_PKSD.data_ptr(),
+            key=key.data_ptr(),
+            value=value.data_ptr(),
             key_scale=_address(key_scale_PKS),
             value_scale=_address(value_scale_PKS),
             dtype=_DTYPES[dtype],
@@ -149,8 +158,9 @@ class NativeAttention(AttentionBackend[NativeKV, NativeWorkPlan]):
             key_dim=spec.key_dim,
             value_dim=spec.value_dim,
             value_stride=value_stride,
+            layout=is_for_tiles,
         )
-        return NativeKV(key_PKDS, value_PKSD, key_scale_PKS, value_scale_PKS, pages)
+        return NativeKV(key, value, key_scale_PKS, value_scale_PKS, pages)
 
     def plan(self, batch: AttentionBatch, spec: LayerSpec) -> NativeWorkPlan:
         rows = np.arange(len(batch.kv_lens), dtype=np.int32)
@@ -226,6 +236,6 @@ def _check_shape(name: str, tensor: torch.Tensor, expected: tuple[int, int, int]
 
 def _readable(tensor_HTD: torch.Tensor, kv: NativeKV) -> torch.Tensor:
     """In the pages' dtype, or in fp32 where they are quantized, with contiguous head dims."""
-    dtype = kv.key_PKDS.dtype
+    dtype = kv.key.dtype
     tensor_HTD = tensor_HTD.to(torch.float32 if is_quantized(dtype) else dtype)
     return tensor_HTD if tensor_HTD.stride(2) == 1 else tensor_HTD.contiguous()

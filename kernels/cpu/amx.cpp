@@ -9,8 +9,10 @@
 #define BATCHKV_IN_TILES
 #include "vectors.h"
 #include "activation_impl.h"
-#include "attention_impl.h"
+#include "attention_task.h"
 #include "tiles.h"
+#include "attention_tiles.h"
+#include "attention_impl.h"
 #include "linear_tiles.h"
 #include "linear_impl.h"
 #include "norm_impl.h"

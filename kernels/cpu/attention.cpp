@@ -33,10 +33,16 @@ void put_token(const Pages& pages, const Batch& batch, int64_t token, int64_t he
   using Tensor = typename TensorOf<Element>::type;
   const int64_t size = pages.page_size, offset = batch.slots[token] % size;
   const int64_t page = batch.slots[token] / size * pages.kv_heads + head, slot = page * size + offset;
-  put(static_cast<const Tensor*>(key.data) + head * key.head_stride + token * key.token_stride, pages.key_dim,
-      static_cast<Element*>(pages.key) + page * pages.key_dim * size + offset, size, pages.key_scale, slot);
-  put(static_cast<const Tensor*>(value.data) + head * value.head_stride + token * value.token_stride, pages.value_dim,
-      static_cast<Element*>(pages.value) + slot * pages.value_stride, 1, pages.value_scale, slot);
+  const auto* from_key = static_cast<const Tensor*>(key.data) + head * key.head_stride + token * key.token_stride;
+  const auto* from_value = static_cast<const Tensor*>(value.data) + head * value.head_stride + token * value.token_stride;
+  auto *keys = static_cast<Element*>(pages.key), *values = static_cast<Element*>(pages.value);
+  if (pages.layout == kKeysSideBySide) {
+    put(from_key, pages.key_dim, keys + page * pages.key_dim * size + offset, size, pages.key_scale, slot);
+    put(from_value, pages.value_dim, values + slot * pages.value_stride, 1, pages.value_scale, slot);
+  } else {
+    put(from_key, pages.key_dim, keys + slot * pages.key_dim, 1, pages.key_scale, slot);
+    put(from_value, pages.value_dim, values + page * pages.value_stride * size + offset, size, pages.value_scale, slot);
+  }
 }
 
 // Copies the first `count` elements of each of `rows` rows of a page, which are `length` long, to another page.
@@ -51,11 +57,17 @@ void store(const Pages& pages, const Batch& batch, Heads key, Heads value) {
 #pragma omp parallel for schedule(static) if (16 * batch.num_tokens * pages.kv_heads * pages.key_dim >= kWorthThreads)
   for (int64_t task = 0; task < batch.num_tokens * pages.kv_heads; task++)
     put_token<Element>(pages, batch, task / pages.kv_heads, task % pages.kv_heads, key, value);
-  const int64_t heads = pages.kv_heads, size = pages.page_size, stride = pages.value_stride;
+  const int64_t heads = pages.kv_heads, size = pages.page_size, dim = pages.key_dim, stride = pages.value_stride;
   for (int64_t i = 0; i < batch.num_copies; i++) {
     const int64_t src = batch.copy_src[i], dst = batch.copy_dst[i], slots = batch.copy_slots[i];
-    copy_rows(static_cast<Element*>(pages.key), src, dst, heads * pages.key_dim, size, slots);
-    copy_rows(static_cast<Element*>(pages.value), src, dst, heads, size * stride, slots * stride);
+    auto *keys = static_cast<Element*>(pages.key), *values = static_cast<Element*>(pages.value);
+    if (pages.layout == kKeysSideBySide) {
+      copy_rows(keys, src, dst, heads * dim, size, slots);
+      copy_rows(values, src, dst, heads, size * stride, slots * stride);
+    } else {
+      copy_rows(keys, src, dst, heads, size * dim, slots * dim);
+      copy_rows(values, src, dst, heads * stride, size, slots);
+    }
     if constexpr (std::is_same_v<Element, int8_t>) {
       copy_rows(pages.key_scale, src, dst, heads, size, slots);
       copy_rows(pages.value_scale, src, dst, heads, size, slots);

@@ -1,16 +1,22 @@
 // Attention over paged keys and values on a CPU: the C interface.
 //
 // Pages of a layer lie one after the other:
-//     key    [pages][kv_heads][key_dim][page_size]       positions are contiguous, so that a vector holds one dim of many keys
-//     value  [pages][kv_heads][page_size][value_stride]  dims are contiguous; value_stride is value_dim rounded up
+//     kKeysSideBySide, so that a vector holds one dim of many keys, or many dims of a value:
+//         key    [pages][kv_heads][key_dim][page_size]
+//         value  [pages][kv_heads][page_size][value_stride]  value_stride is value_dim rounded up
+//     kValuesSideBySide, so that a row of a tile holds many dims of a key, or one dim of many values (bf16, and AMX):
+//         key    [pages][kv_heads][page_size][key_dim]       key_dim is a multiple of 32
+//         value  [pages][kv_heads][value_stride][page_size]
 // A slot is page * page_size + offset in the page. All strides are in elements; head dims are contiguous.
 //     scales [pages][kv_heads][page_size]                of int8 keys and of int8 values (kernels/quantization.py); fp32
-// Elements are fp32, bf16 or int8; whatever they are, all arithmetic is fp32.
+// Elements are fp32, bf16 or int8; whatever they are, all arithmetic is fp32, but that tiles take weights rounded to bf16.
 #pragma once
 
 #include "processor.h"
 
 extern "C" {
+
+enum Layout : int32_t { kKeysSideBySide = 0, kValuesSideBySide = 1 };
 
 // The pages of one layer.
 struct Pages {
@@ -24,6 +30,7 @@ struct Pages {
   int32_t key_dim;
   int32_t value_dim;
   int32_t value_stride;
+  Layout layout;
 };
 
 // What one step attends to; the same for all layers of a group.

@@ -1,125 +1,40 @@
-// The kernel, once for vectors of any width (vectors.h).
-//
-// A task is a tile of queries x one KV head. It goes through the key blocks from the first to the last position and keeps
-// the running softmax (max, sum, weighted values) of every (query, head): its rows. Within a block, neighbouring queries
-// whose pages are the same form a run, for which each key is read once: that is how shared prefixes are.
+// The kernel in vectors of any width (vectors.h), for pages with keys side by side.
 
 namespace ISA {
 
-constexpr int kBlock = 64;                        // keys of a block, on the grid of absolute positions
-constexpr int kGroups = kBlock / kLanes;
-constexpr int kTileRows = 96;                     // most rows of a task, so that its scores and queries stay in cache
-
-// Memory of a task, kept from one to the next. Rows are (query, head) with the heads of a query side by side.
-struct Scratch {
-  float *query, *scores, *out, *max, *sum, *keys, *values;
-
-  void resize(int64_t rows, const Pages& pages) {
-    const int64_t sizes[] = {rows * pages.key_dim,    rows * kBlock, rows * pages.value_stride, rows, rows,
-                             kBlock * pages.key_dim, kBlock * pages.value_stride};
-    float** parts[] = {&query, &scores, &out, &max, &sum, &keys, &values};
-    int64_t total = 0;
-    for (int64_t size : sizes) total += size;
-    if (total > capacity_) {
-      std::free(memory_);
-      memory_ = static_cast<float*>(std::malloc(total * sizeof(float)));
-      if (!memory_) std::abort();  // a few hundred KiB
-      capacity_ = total;
-    }
-    float* at = memory_;
-    for (int i = 0; i < 7; at += sizes[i++]) *parts[i] = at;
-    for (int64_t i = 0; i < rows * pages.value_stride; i++) out[i] = 0;
-    for (int64_t i = 0; i < rows; i++) max[i] = -INFINITY, sum[i] = 0;
-  }
-
-  ~Scratch() { std::free(memory_); }
-
- private:
-  float* memory_ = nullptr;
-  int64_t capacity_ = 0;
-};
-
 template <typename Element>
-struct Task {
+struct VectorAttention : Task {
   using Tensor = typename TensorOf<Element>::type;
-  const Pages& pages;
-  const Batch& batch;
-  const Scoring& scoring;
-  Heads query, out;
-  int group;      // query heads of a KV head
-  int head;       // the KV head
-  int64_t first;  // its queries are [first, last)
-  int64_t last;
+  struct Setup {};
+  // Rows are (query, head) with the heads of a query side by side.
+  struct Scratch {
+    float *query, *scores, *out, *max, *sum, *keys, *values;
+    Room room;
+
+    void resize(int64_t rows, const Pages& pages) {
+      room.divide({rows * pages.key_dim, rows * kBlock, rows * pages.value_stride, rows, rows, kBlock * pages.key_dim,
+                   kBlock * pages.value_stride},
+                  {&query, &scores, &out, &max, &sum, &keys, &values});
+      std::fill_n(out, rows * pages.value_stride, 0.0f);
+      std::fill_n(max, rows, -INFINITY);
+      std::fill_n(sum, rows, 0.0f);
+    }
+  };
   Scratch& scratch;
 
-  int64_t from(int64_t token) const {
-    return batch.window ? std::max(0, batch.position[token] - batch.window + 1) : 0;
-  }
-  int64_t to(int64_t token) const { return batch.position[token] + 1; }
-  // The part of a page that is this head's, counted in such parts.
-  int64_t page_of(int64_t token, int64_t position) const {
-    const int64_t entry = batch.token_row[token] * batch.table_width + position / pages.page_size;
-    return batch.page_table[entry] * static_cast<int64_t>(pages.kv_heads) + head;
-  }
-
-  void run() {
+  void begin() {
     scratch.resize((last - first) * group, pages);
     load_queries();
-    int64_t lo = from(first), hi = to(first);
-    for (int64_t t = first; t < last; t++) lo = std::min(lo, from(t)), hi = std::max(hi, to(t));
-    for (int64_t block = lo / kBlock * kBlock; block < hi; block += kBlock) attend_block(block);
-    store_results();
   }
+  void finish() { store_results(); }
 
   void load_queries() {
     for (int64_t t = first; t < last; t++)
       for (int g = 0; g < group; g++) {
-        const Tensor* from = static_cast<const Tensor*>(query.data) + (head * group + g) * query.head_stride +
-                              t * query.token_stride;
+        const Tensor* from = of<const Tensor>(query, t, head * group + g);
         float* to = &scratch.query[((t - first) * group + g) * pages.key_dim];
         for (int d = 0; d < pages.key_dim; d++) to[d] = to_float(from[d]);
       }
-  }
-
-  // Cuts the queries into runs that see keys of this block in the same pages.
-  void attend_block(int64_t block) {
-    for (int64_t t = first; t < last;) {
-      int64_t lo = std::max(from(t), block), hi = std::min(to(t), block + kBlock);
-      int64_t end = t + 1;
-      if (lo < hi) {
-        for (; end < last && joins(t, end, block, lo, hi); end++) {
-          lo = std::min(lo, std::max(from(end), block));
-          hi = std::max(hi, std::min(to(end), block + kBlock));
-        }
-        if (end < last && pages.page_size <= kBlock) fetch(end, block);
-        attend_run(block, t, end, lo, hi);
-      }
-      t = end;
-    }
-  }
-
-  // Asks for the pages of what a query sees of a block: they lie anywhere in memory. (Inline, or GCC takes it for a function
-  // without effects and leaves it out.)
-  __attribute__((always_inline)) void fetch(int64_t token, int64_t block) const {
-    const int64_t size = pages.page_size, hi = std::min(to(token), block + kBlock);
-    for (int64_t p = std::max(from(token), block); p < hi; p = (p / size + 1) * size) {
-      const char* key = reinterpret_cast<const char*>(keys_of(token, p));
-      const char* value = reinterpret_cast<const char*>(values_of(token, p));
-      for (uint64_t i = 0; i < pages.key_dim * size * sizeof(Element); i += 64) __builtin_prefetch(key + i);
-      for (uint64_t i = 0; i < pages.value_stride * size * sizeof(Element); i += 64) __builtin_prefetch(value + i);
-    }
-  }
-
-  // Whether a query can share the keys [lo, hi) of the block with a run that begins with `leader`.
-  bool joins(int64_t leader, int64_t token, int64_t block, int64_t lo, int64_t hi) const {
-    int64_t my_lo = std::max(from(token), block), my_hi = std::min(to(token), block + kBlock);
-    if (my_lo >= my_hi || my_lo > hi || my_hi < lo) return false;  // nothing to see, or a gap that nobody may have written
-    if (batch.token_row[leader] == batch.token_row[token]) return true;
-    int64_t size = pages.page_size, page = lo / size, last_page = (hi - 1) / size;
-    if (my_lo / size != page || (my_hi - 1) / size != last_page) return false;
-    for (; page <= last_page; page++)
-      if (page_of(leader, page * size) != page_of(token, page * size)) return false;
-    return true;
   }
 
   void attend_run(int64_t block, int64_t begin, int64_t end, int64_t lo, int64_t hi) {
@@ -198,12 +113,11 @@ struct Task {
     }
   }
 
-  // The keys of the page that a position is in, and its values.
   const Element* keys_of(int64_t token, int64_t position) const {
-    return static_cast<const Element*>(pages.key) + page_of(token, position) * pages.key_dim * pages.page_size;
+    return reinterpret_cast<const Element*>(key_page(token, position));
   }
   const Element* values_of(int64_t token, int64_t position) const {
-    return static_cast<const Element*>(pages.value) + page_of(token, position) * pages.page_size * pages.value_stride;
+    return reinterpret_cast<const Element*>(value_page(token, position));
   }
 
   // Where the values at the positions [lo, hi) are.
@@ -265,51 +179,24 @@ struct Task {
           rescale(row, std::max(scratch.max[row], sink));
           scratch.sum[row] += exp_nonpositive(all(sink - scratch.max[row]))[0];
         }
-        Tensor* to = static_cast<Tensor*>(out.data) + query_head * out.head_stride + t * out.token_stride;
+        Tensor* to = of<Tensor>(out, t, query_head);
         for (int d = 0; d < pages.value_dim; d++)
           from_float(scratch.out[row * pages.value_stride + d] / scratch.sum[row], to + d);
       }
   }
 };
 
-template <typename Element>
-void attend(const Pages& pages, const Batch& batch, int query_heads, Heads query, Heads out, const Scoring& scoring) {
-  const int group = query_heads / pages.kv_heads;
-  const int64_t most = std::max(1, kTileRows / group);
-  int64_t keys = 0;
-  for (int64_t t = 0; t < batch.num_tokens; t++)
-    keys += batch.window ? std::min(batch.position[t] + 1, batch.window) : batch.position[t] + 1;
-  const bool is_large = keys * query_heads * pages.key_dim >= kWorthThreads;
-  std::atomic<int64_t> next{0};
-#pragma omp parallel if (is_large)
-  {
-    static thread_local Scratch scratch;
-#ifdef _OPENMP
-    const int64_t threads = omp_get_num_threads();
-#else
-    const int64_t threads = 1;
-#endif
-    // Tiles may have any size: small enough for all threads to have some, large enough to share.
-    const int64_t work = batch.num_tokens * pages.kv_heads;
-    const int64_t least = work < 8 * threads ? 1 : std::min<int64_t>(8, most);
-    const int64_t tile = std::clamp<int64_t>(work / (4 * threads), least, most);
-    const int64_t tiles = (batch.num_tokens + tile - 1) / tile;
-    for (int64_t task; (task = next++) < tiles * pages.kv_heads;) {
-      const int64_t first = task / pages.kv_heads * tile;
-      Task<Element>{pages, batch, scoring, query, out, group, static_cast<int>(task % pages.kv_heads), first,
-                    std::min(first + tile, batch.num_tokens), scratch}
-          .run();
-    }
-  }
-}
-
 void attend_pages(const Pages& pages, const Batch& batch, int query_heads, Heads query, Heads out, const Scoring& scoring) {
   if (pages.dtype == kFloat32)
-    attend<float>(pages, batch, query_heads, query, out, scoring);
+    attend<VectorAttention<float>>(pages, batch, query_heads, query, out, scoring);
   else if (pages.dtype == kInt8)
-    attend<int8_t>(pages, batch, query_heads, query, out, scoring);
+    attend<VectorAttention<int8_t>>(pages, batch, query_heads, query, out, scoring);
+#ifdef BATCHKV_IN_TILES
+  else if (pages.layout == kValuesSideBySide)
+    attend<TileAttention>(pages, batch, query_heads, query, out, scoring);
+#endif
   else
-    attend<uint16_t>(pages, batch, query_heads, query, out, scoring);
+    attend<VectorAttention<uint16_t>>(pages, batch, query_heads, query, out, scoring);
 }
 
 }  // namespace ISA

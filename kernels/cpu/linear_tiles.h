@@ -8,8 +8,6 @@ namespace ISA {
 
 constexpr int kPanel = 2 * kTile;     // output features of a task
 constexpr int kTilesOfPart = 16;      // most tiles in a row of a panel that are multiplied before the next strips are
-constexpr int kBlockTiles = 4;        // tiles of sums of two strips: [strip][half of the panel]
-constexpr int kTileFloats = kTile * kTile;
 
 // What all tasks of a layer share.
 struct TiledLinear {

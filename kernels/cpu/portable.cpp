@@ -5,6 +5,7 @@
 #define VECTOR_FLOATS 4
 #include "vectors.h"
 #include "activation_impl.h"
+#include "attention_task.h"
 #include "attention_impl.h"
 #include "linear_impl.h"
 #include "norm_impl.h"

@@ -10,6 +10,7 @@ namespace ISA {
 
 constexpr int kTile = 16;       // rows of a tile, and columns of a right tile and of sums
 constexpr int kTileDepth = 32;  // numbers in a row of a left tile
+constexpr int kTileFloats = kTile * kTile;
 constexpr int kTileBytes = 1024;
 constexpr int kTileRowBytes = 64;
 
@@ -44,14 +45,16 @@ struct LeftTiles {
   }
 };
 
-// 16 pairs of bf16 from each of 16 rows, whose transposition is a right tile.
-inline void pack_right_tile(const Vec (&rows)[kTile], void* tile) {
+typedef uint16_t VecHalf2 __attribute__((vector_size(4 * VECTOR_FLOATS)));  // a row of a tile
+
+// 16 pairs of bf16 from each of 16 rows, whose transposition is a right tile, with rows that are `stride` bytes apart.
+inline void pack_right_tile(const Vec (&rows)[kTile], void* tile, int64_t stride = kTileRowBytes) {
   Vec square[kTile];
 #pragma GCC unroll 16
   for (int r = 0; r < kTile; r++) square[r] = rows[r];
   transpose(square);
 #pragma GCC unroll 16
-  for (int r = 0; r < kTile; r++) std::memcpy(static_cast<char*>(tile) + r * kTileRowBytes, &square[r], kTileRowBytes);
+  for (int r = 0; r < kTile; r++) std::memcpy(static_cast<char*>(tile) + r * stride, &square[r], kTileRowBytes);
 }
 
 }  // namespace ISA

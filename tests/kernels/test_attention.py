@@ -508,7 +508,7 @@ def test_native_attention_quantizes_bit_for_bit_as_torch_does(
     expected_KTD, scale_KT = quantize(vectors_KTD, INT8)
     assert pages.key_scale_PKS is not None
     assert pages.value_scale_PKS is not None
-    assert torch.equal(pages.key_PKDS.permute(1, 0, 3, 2).reshape(2, 64, 16), expected_KTD)
-    assert torch.equal(pages.value_PKSD.transpose(0, 1).reshape(2, 64, 16), expected_KTD)
+    assert torch.equal(pages.key.permute(1, 0, 3, 2).reshape(2, 64, 16), expected_KTD)
+    assert torch.equal(pages.value.transpose(0, 1).reshape(2, 64, 16), expected_KTD)
     assert torch.equal(pages.key_scale_PKS.transpose(0, 1).reshape(2, 64), scale_KT)
     assert torch.equal(pages.value_scale_PKS.transpose(0, 1).reshape(2, 64), scale_KT)
