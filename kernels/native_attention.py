@@ -88,8 +88,8 @@ def is_covered(dtype: torch.dtype) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class NativeKV:
-    """Pages of one layer: key [pages, K, D, page_size], value [pages, K, page_size, value dim rounded up to 16]. With values
-    side by side, which is for tiles, the last two dims of both are swapped.
+    """Pages of one layer: key [pages, K, D, page_size], value [pages, K, page_size, value dim rounded up to 16].
+    With values side by side, which is for tiles, the last two dims of both are swapped.
 
     If they are quantized there are scales, [pages, K, page_size] each. `pages` is how the kernel sees them: where the
     tensors lie, and their shapes.

@@ -44,9 +44,9 @@ def _library() -> ctypes.CDLL | None:
 def is_fastest(dtype: torch.dtype) -> bool:
     """Whether there is nothing faster in this dtype for this processor than these layers.
 
-    The other is oneDNN's products of packed weights. Where AVX2 is the best, they take as long in float32, and in bfloat16
-    there are none. With AVX-512 they take a fifth less time in float32. In bfloat16 with AMX they take 5 to 15 % less from
-    256 rows on, 10 to 40 % more up to 16, and a copy of the weights; with AVX-512 alone it was not measured.
+    The others are oneDNN's products of packed weights. Where AVX2 is the best, they take as long in float32, and in
+    bfloat16 there are none. With AVX-512 they take a fifth less time in float32. In bfloat16 with AMX they take 5 to
+    15 % less from 256 rows on, 10 to 40 % more up to 16, and a copy of the weights; without AMX it was not measured.
     """
     if _library() is None or dtype not in DTYPES:
         return False

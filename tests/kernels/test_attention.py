@@ -37,6 +37,7 @@ def native(instruction_set: str) -> Any:
 
 
 NATIVE = [native(name) for name in ("portable", "avx2", "avx512", "amx")]
+IN_TILES = NATIVE[-1:]  # if keys have a multiple of 32 dims in bfloat16
 IN_TORCH: list[Any] = [pytest.param(backend, id=backend.name) for backend in (ReferenceAttention, TorchAttention)]
 TRITON = [pytest.param(partial(TritonAttention, DEVICE), id="triton")]
 BACKENDS = [*IN_TORCH, *NATIVE, *TRITON]
@@ -49,6 +50,7 @@ def keeping(kv_dtype: torch.dtype, backends: list[Any]) -> list[Any]:
 
 
 QUANTIZED = [*keeping(INT8, BACKENDS), *keeping(FP8, [*IN_TORCH, *TRITON])]
+DTYPES = [torch.float32, torch.float32, torch.bfloat16, torch.float16]
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 2e-2}
 QUANTIZATION_ERROR = {INT8: 2e-2, FP8: 1e-1}  # against the original keys and values, all inputs from N(0, 1)
 
@@ -78,8 +80,12 @@ class Case:
 
 
 @st.composite
-def cases(draw: st.DrawFn, max_nodes: int = 14) -> Case:
-    """Ragged tries of depth 1-6, forks in the middle of a page, empty chunks, windows shorter than a node."""
+def cases(draw: st.DrawFn, max_nodes: int = 14, in_tiles: bool = False) -> Case:
+    """Ragged tries of depth 1-6, forks in the middle of a page, empty chunks, windows shorter than a node.
+
+    Args:
+        in_tiles: such as are computed in tiles, where there are any.
+    """
     num_nodes = draw(st.integers(1, max_nodes))
     nodes: list[Node] = []
     for i in range(num_nodes):
@@ -96,11 +102,11 @@ def cases(draw: st.DrawFn, max_nodes: int = 14) -> Case:
         window=draw(st.sampled_from([None, None, 1, 5, 17])),
         group=draw(st.sampled_from([1, 2, 3, 8])),
         num_kv_heads=draw(st.sampled_from([1, 2])),
-        head_dim=draw(st.sampled_from([8, 20])),
-        value_dim=draw(st.sampled_from([8, 20])),
+        head_dim=draw(st.sampled_from([32, 64, 96] if in_tiles else [8, 20])),
+        value_dim=draw(st.sampled_from([8, 20, 64] if in_tiles else [8, 20])),
         softcap=draw(st.sampled_from([None, 2.0])),
         sinks=draw(st.booleans()),
-        dtype=draw(st.sampled_from([torch.float32, torch.float32, torch.bfloat16, torch.float16])),
+        dtype=draw(st.sampled_from([torch.bfloat16] if in_tiles else DTYPES)),
         seed=draw(st.integers(0, 1 << 16)),
     )
 
@@ -281,6 +287,22 @@ def test_agrees_with_plain_attention_on_random_tries(make_backend: Callable[[], 
     agrees()
 
 
+@pytest.mark.parametrize("make_backend", IN_TILES)
+@settings(max_examples=200)
+@given(case=cases(in_tiles=True))
+def test_tiles_agree_with_plain_attention_on_random_tries(
+    make_backend: Callable[[], NativeAttention], case: Case
+) -> None:
+    assert run(case, make_backend()).is_close()
+
+
+@pytest.mark.parametrize("make_backend", IN_TILES)
+@pytest.mark.parametrize("page_size", [8, 16, 32, 64])
+def test_tiles_agree_on_rows_under_a_long_prefix(make_backend: Callable[[], NativeAttention], page_size: int) -> None:
+    dims = {"head_dim": 64, "value_dim": 64}
+    assert run(decode_case(50, dtype=torch.bfloat16, page_size=page_size, **dims), make_backend()).is_close()
+
+
 @pytest.mark.parametrize(("make_backend", "kv_dtype"), QUANTIZED)
 def test_agrees_on_quantized_keys_and_values(
     make_backend: Callable[[], AttentionBackend[Any, Any]], kv_dtype: torch.dtype
@@ -419,9 +441,21 @@ def test_a_fork_does_not_write_to_its_parents_page(
 def test_native_attention_gives_a_token_the_same_bits_alone_as_in_company(
     make_backend: Callable[[], NativeAttention], case: Case, quantized: bool
 ) -> None:
+    assert_same_bits_alone(case, make_backend(), INT8 if quantized else None)
+
+
+@pytest.mark.parametrize("make_backend", IN_TILES)
+@settings(max_examples=100)
+@given(case=cases(in_tiles=True))
+def test_tiles_give_a_token_the_same_bits_alone_as_in_company(
+    make_backend: Callable[[], NativeAttention], case: Case
+) -> None:
+    assert_same_bits_alone(case, make_backend())
+
+
+def assert_same_bits_alone(case: Case, backend: NativeAttention, kv_dtype: torch.dtype | None = None) -> None:
     """Every query by itself against all of them together: other tiles, nothing shared, other ranges of keys."""
-    backend = make_backend()
-    trie = Trie(case, backend, INT8 if quantized else None)
+    trie = Trie(case, backend, kv_dtype)
     order = depth_first(case.nodes)
     cached = [(node, case.nodes[node].cached) for node in order if case.nodes[node].cached]
     if cached:
@@ -450,14 +484,15 @@ def test_native_attention_gives_a_token_the_same_bits_alone_as_in_company(
 
 
 @pytest.mark.parametrize("make_backend", BACKENDS)
+@pytest.mark.parametrize(("dtype", "dim"), [(torch.float32, 16), (torch.bfloat16, 32)])
 def test_a_query_that_is_not_a_number_shows_in_its_own_result_alone(
-    make_backend: Callable[[], AttentionBackend[Any, Any]],
+    make_backend: Callable[[], AttentionBackend[Any, Any]], dtype: torch.dtype, dim: int
 ) -> None:
     """A model that computes NaN must not look as if all were well, and other rows must not suffer."""
-    trie = Trie(decode_case(4), make_backend())
+    trie = Trie(decode_case(4, dtype=dtype, head_dim=dim, value_dim=dim), make_backend())
     trie.store([(node, trie.case.nodes[node].cached) for node in depth_first(trie.case.nodes)])
     batch, plan = trie.store([(node, 1) for node in range(2, 6)])
-    query_HTD = trie.random(6, batch.num_tokens, 16)
+    query_HTD = trie.random(6, batch.num_tokens, dim)
     query_HTD[:, 2] = math.nan
     out = trie.attend(plan, query_HTD)
     assert out[2].isnan().all()
