@@ -57,6 +57,7 @@ class AttentionBackend(ABC, Generic[KV, WorkPlan]):
         """softmax(mask(cap(scale * QK^T))) V, [T, H, value_dim] in the query's dtype.
 
         Args:
+            scale: positive.
             softcap: scores become `softcap * tanh(score / softcap)` before the mask.
             sinks_H: a logit per head that takes part in the softmax and has no value.
         """

@@ -205,6 +205,8 @@ class NativeAttention(AttentionBackend[NativeKV, NativeWorkPlan]):
         softcap: float | None = None,
         sinks_H: torch.Tensor | None = None,
     ) -> torch.Tensor:
+        if scale <= 0:
+            raise ValueError(f"scale is {scale}: the kernel takes positive ones")
         dtype, query_HTD = query_HTD.dtype, _readable(query_HTD, kv)
         pages, num_heads, num_tokens = kv.pages, len(query_HTD), plan.batch.num_tokens
         group = max(1, num_heads // pages.kv_heads)

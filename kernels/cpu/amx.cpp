@@ -8,6 +8,7 @@
 #define VECTOR_FLOATS 16
 #define BATCHKV_IN_TILES
 #include "vectors.h"
+#include "room.h"
 #include "activation_impl.h"
 #include "attention_task.h"
 #include "tiles.h"

@@ -56,7 +56,7 @@ struct Heads {
 };
 
 struct Scoring {
-  float scale;
+  float scale;         // positive
   float softcap;       // 0: none
   const float* sinks;  // [query heads] or null
 };

@@ -6,6 +6,7 @@
 #define ISA avx512
 #define VECTOR_FLOATS 16
 #include "vectors.h"
+#include "room.h"
 #include "activation_impl.h"
 #include "attention_task.h"
 #include "attention_impl.h"

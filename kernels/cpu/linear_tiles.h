@@ -36,16 +36,16 @@ struct TiledLinear {
 
   int64_t panels() const { return tiles_in(layer.out_features, kPanel); }
 
-  // The weight of a panel: where it lies, or, where that are not whole tiles, in `room`, filled up with zeros.
-  LeftTiles weight_of(int64_t panel, std::vector<uint16_t>& room) const {
+  // The weight of a panel: where it lies, or, where that are not whole tiles, in `copied`, filled up with zeros.
+  LeftTiles weight_of(int64_t panel, std::vector<uint16_t>& copied) const {
     const int64_t depth = layer.in_features, first = panel * kPanel;
     const auto* weight = static_cast<const uint16_t*>(layer.weight) + first * layer.weight_stride;
     const int64_t count = std::min<int64_t>(kPanel, layer.out_features - first);
     if (count == kPanel && depth % kTileDepth == 0) return {weight, layer.weight_stride * 2};
-    room.assign(kPanel * tiles * kTileDepth, 0);
+    copied.assign(kPanel * tiles * kTileDepth, 0);
     for (int64_t r = 0; r < count; r++)
-      std::memcpy(&room[r * tiles * kTileDepth], weight + r * layer.weight_stride, depth * sizeof(uint16_t));
-    return {room.data(), tiles * kTileDepth * 2};
+      std::memcpy(&copied[r * tiles * kTileDepth], weight + r * layer.weight_stride, depth * sizeof(uint16_t));
+    return {copied.data(), tiles * kTileDepth * 2};
   }
 };
 
@@ -112,10 +112,10 @@ inline void store_strip(const float* sums, Vec low_bias, Vec high_bias, uint16_t
     }
 }
 
-inline void multiply_panel(const TiledLinear& tiled, int64_t panel, const char* next, std::vector<uint16_t>& room,
+inline void multiply_panel(const TiledLinear& tiled, int64_t panel, const char* next, std::vector<uint16_t>& copied,
                            float* sums) {
   const Linear& layer = tiled.layer;
-  const LeftTiles weight = tiled.weight_of(panel, room);
+  const LeftTiles weight = tiled.weight_of(panel, copied);
   const int64_t first = panel * kPanel, width = std::min<int64_t>(kPanel, layer.out_features - first);
   alignas(64) uint16_t biases[kPanel] = {};
   if (layer.bias)
@@ -151,14 +151,16 @@ inline void multiply_in_tiles(const Linear& layer) {
     for (int64_t strip; (strip = next_strip++) < tiled.strips;) tiled.pack_strip(strip);
 #pragma omp barrier
     const Tiles tiles;
-    std::vector<uint16_t> room;
-    std::unique_ptr<float[]> sums(new (std::align_val_t{64}) float[(tiled.strips + 1) * 2 * kTileFloats]);
+    std::vector<uint16_t> copied;
+    static thread_local Room room;
+    float* sums;
+    room.divide({(tiled.strips + 1) * 2 * kTileFloats}, {&sums});
     for (int64_t panel = next_panel++, next; panel < panels; panel = next) {
       next = next_panel++;
       const auto* weight = static_cast<const uint16_t*>(layer.weight);
       multiply_panel(tiled, panel,
                      next < panels ? reinterpret_cast<const char*>(weight + next * kPanel * layer.weight_stride) : nullptr,
-                     room, sums.get());
+                     copied, sums);
     }
   }
 }

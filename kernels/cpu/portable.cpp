@@ -4,6 +4,7 @@
 #define ISA portable
 #define VECTOR_FLOATS 4
 #include "vectors.h"
+#include "room.h"
 #include "activation_impl.h"
 #include "attention_task.h"
 #include "attention_impl.h"
