@@ -109,30 +109,12 @@ struct TileAttention : Task {
 
   template <int kKeyTiles, int kStrips>
   void score(const LeftTiles* keys, const float* query, float* scores) {
-    const int64_t stride = scratch.rows * sizeof(float), strip_bytes = kGroups * kTileBytes;
-    char* at = reinterpret_cast<char*>(scores);
-    _tile_zero(0);
-    if constexpr (kKeyTiles == 2) _tile_zero(1);
-    if constexpr (kStrips == 2) _tile_zero(2);
-    if constexpr (kKeyTiles == 2 && kStrips == 2) _tile_zero(3);
-    for (int d = 0; d < pages.key_dim; d += kTileDepth, query += kTile * scratch.rows) {
-      _tile_loadd(4, keys[0].at(0, d), keys[0].stride);
-      _tile_loadd(6, query, stride);
-      _tile_dpbf16ps(0, 4, 6);
-      if constexpr (kKeyTiles == 2) {
-        _tile_loadd(5, keys[1].at(0, d), keys[1].stride);
-        _tile_dpbf16ps(1, 5, 6);
-      }
-      if constexpr (kStrips == 2) {
-        _tile_loadd(7, query + kStrip, stride);
-        _tile_dpbf16ps(2, 4, 7);
-      }
-      if constexpr (kKeyTiles == 2 && kStrips == 2) _tile_dpbf16ps(3, 5, 7);
-    }
-    _tile_stored(0, at, kTileRowBytes);
-    if constexpr (kKeyTiles == 2) _tile_stored(1, at + kTileBytes, kTileRowBytes);
-    if constexpr (kStrips == 2) _tile_stored(2, at + strip_bytes, kTileRowBytes);
-    if constexpr (kKeyTiles == 2 && kStrips == 2) _tile_stored(3, at + strip_bytes + kTileBytes, kTileRowBytes);
+    const int64_t stride = scratch.rows * sizeof(float);
+    const LeftTiles &low = keys[0], &high = keys[kKeyTiles - 1];
+    zero_sums<kKeyTiles, kStrips>();
+    for (int d = 0; d < pages.key_dim; d += kTileDepth, query += kTile * scratch.rows)
+      add_products<kKeyTiles, kStrips>(low.at(0, d), low.stride, high.at(0, d), high.stride, query, query + kStrip, stride);
+    store_sums<kKeyTiles, kStrips>(reinterpret_cast<char*>(scores), kGroups * kTileBytes);
   }
 
   // Turns the scores of a strip into weights, a right tile for each chunk of keys; 0 for keys that a row does not see.
@@ -237,28 +219,12 @@ struct TileAttention : Task {
     const int64_t strip_bytes = pages.value_stride * kStrip * sizeof(float);
     char* at = reinterpret_cast<char*>(scratch.weighed) + strip * strip_bytes + dim * kTileRowBytes;
     const char* weights = reinterpret_cast<const char*>(scratch.weights) + strip * kChunks * kTileBytes;
-    _tile_zero(0);
-    if constexpr (kDimTiles == 2) _tile_zero(1);
-    if constexpr (kStrips == 2) _tile_zero(2);
-    if constexpr (kDimTiles == 2 && kStrips == 2) _tile_zero(3);
-    for (int c = first_chunk; c <= last_chunk; c++) {
-      _tile_loadd(4, values[c].at(dim, 0), values[c].stride);
-      _tile_loadd(6, weights + c * kTileBytes, kTileRowBytes);
-      _tile_dpbf16ps(0, 4, 6);
-      if constexpr (kDimTiles == 2) {
-        _tile_loadd(5, values[c].at(dim + kTile, 0), values[c].stride);
-        _tile_dpbf16ps(1, 5, 6);
-      }
-      if constexpr (kStrips == 2) {
-        _tile_loadd(7, weights + (kChunks + c) * kTileBytes, kTileRowBytes);
-        _tile_dpbf16ps(2, 4, 7);
-      }
-      if constexpr (kDimTiles == 2 && kStrips == 2) _tile_dpbf16ps(3, 5, 7);
-    }
-    _tile_stored(0, at, kTileRowBytes);
-    if constexpr (kDimTiles == 2) _tile_stored(1, at + kTileBytes, kTileRowBytes);
-    if constexpr (kStrips == 2) _tile_stored(2, at + strip_bytes, kTileRowBytes);
-    if constexpr (kDimTiles == 2 && kStrips == 2) _tile_stored(3, at + strip_bytes + kTileBytes, kTileRowBytes);
+    zero_sums<kDimTiles, kStrips>();
+    for (int c = first_chunk; c <= last_chunk; c++)
+      add_products<kDimTiles, kStrips>(values[c].at(dim, 0), values[c].stride, values[c].at(dim + kTile, 0),
+                                       values[c].stride, weights + c * kTileBytes, weights + (kChunks + c) * kTileBytes,
+                                       kTileRowBytes);
+    store_sums<kDimTiles, kStrips>(at, strip_bytes);
   }
 
   // Rescales what the rows of a strip have, and adds what was weighed.

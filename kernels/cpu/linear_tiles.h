@@ -53,44 +53,25 @@ struct TiledLinear {
 template <int kStrips>
 inline void multiply_tiles(LeftTiles weight, int64_t first, int64_t count, const char* rows, int64_t strip_bytes,
                            bool is_first, float* sums, const char* next) {
-  constexpr int64_t kSumBytes = kTileFloats * sizeof(float);
   char* at = reinterpret_cast<char*>(sums);
   if (is_first) {
-    _tile_zero(0);
-    _tile_zero(1);
-    if constexpr (kStrips == 2) {
-      _tile_zero(2);
-      _tile_zero(3);
-    }
+    zero_sums<2, kStrips>();
   } else {
     _tile_loadd(0, at, kTileRowBytes);
-    _tile_loadd(1, at + kSumBytes, kTileRowBytes);
+    _tile_loadd(1, at + kTileBytes, kTileRowBytes);
     if constexpr (kStrips == 2) {
-      _tile_loadd(2, at + 2 * kSumBytes, kTileRowBytes);
-      _tile_loadd(3, at + 3 * kSumBytes, kTileRowBytes);
+      _tile_loadd(2, at + 2 * kTileBytes, kTileRowBytes);
+      _tile_loadd(3, at + 3 * kTileBytes, kTileRowBytes);
     }
   }
   for (int64_t tile = first; tile < first + count; tile++) {
     const char* right = rows + tile * kTileBytes;
-    _tile_loadd(4, weight.at(0, tile * kTileDepth), weight.stride);
-    _tile_loadd(6, right, kTileRowBytes);
-    _tile_dpbf16ps(0, 4, 6);
-    _tile_loadd(5, weight.at(kTile, tile * kTileDepth), weight.stride);
-    _tile_dpbf16ps(1, 5, 6);
-    if constexpr (kStrips == 2) {
-      _tile_loadd(7, right + strip_bytes, kTileRowBytes);
-      _tile_dpbf16ps(2, 4, 7);
-      _tile_dpbf16ps(3, 5, 7);
-    }
+    add_products<2, kStrips>(weight.at(0, tile * kTileDepth), weight.stride, weight.at(kTile, tile * kTileDepth),
+                             weight.stride, right, right + strip_bytes, kTileRowBytes);
     if (next)
       for (int line = 0; line < 4; line++, next += 64) __builtin_prefetch(next, 0, 2);
   }
-  _tile_stored(0, at, kTileRowBytes);
-  _tile_stored(1, at + kSumBytes, kTileRowBytes);
-  if constexpr (kStrips == 2) {
-    _tile_stored(2, at + 2 * kSumBytes, kTileRowBytes);
-    _tile_stored(3, at + 3 * kSumBytes, kTileRowBytes);
-  }
+  store_sums<2, kStrips>(at, 2 * kTileBytes);
 }
 
 // A strip's sums, [2][output feature][row], to rows of `out`, of which there are `rows` with `width` features.

@@ -57,4 +57,41 @@ inline void pack_right_tile(const Vec (&rows)[kTile], void* tile, int64_t stride
   for (int r = 0; r < kTile; r++) std::memcpy(static_cast<char*>(tile) + r * stride, &square[r], kTileRowBytes);
 }
 
+// Sums of kLefts x kRights products, each 1 or 2, in the tiles 0 to 3: of the first right tile with both left ones, then of
+// the second.
+template <int kLefts, int kRights>
+inline void zero_sums() {
+  _tile_zero(0);
+  if constexpr (kLefts == 2) _tile_zero(1);
+  if constexpr (kRights == 2) _tile_zero(2);
+  if constexpr (kLefts == 2 && kRights == 2) _tile_zero(3);
+}
+
+// Adds products to the sums. Each tile that is loaded is used for all; rows of right tiles are `stride` bytes apart.
+template <int kLefts, int kRights>
+inline void add_products(const char* left0, int64_t stride0, const char* left1, int64_t stride1, const void* right0,
+                         const void* right1, int64_t stride) {
+  _tile_loadd(4, left0, stride0);
+  _tile_loadd(6, right0, stride);
+  _tile_dpbf16ps(0, 4, 6);
+  if constexpr (kLefts == 2) {
+    _tile_loadd(5, left1, stride1);
+    _tile_dpbf16ps(1, 5, 6);
+  }
+  if constexpr (kRights == 2) {
+    _tile_loadd(7, right1, stride);
+    _tile_dpbf16ps(2, 4, 7);
+  }
+  if constexpr (kLefts == 2 && kRights == 2) _tile_dpbf16ps(3, 5, 7);
+}
+
+// Those of the second left tile go right behind, those of the second right one `distance` bytes behind.
+template <int kLefts, int kRights>
+inline void store_sums(char* at, int64_t distance) {
+  _tile_stored(0, at, kTileRowBytes);
+  if constexpr (kLefts == 2) _tile_stored(1, at + kTileBytes, kTileRowBytes);
+  if constexpr (kRights == 2) _tile_stored(2, at + distance, kTileRowBytes);
+  if constexpr (kLefts == 2 && kRights == 2) _tile_stored(3, at + distance + kTileBytes, kTileRowBytes);
+}
+
 }  // namespace ISA
