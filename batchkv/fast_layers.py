@@ -4,18 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import Any
 
-import torch
 from torch import nn
 
 from batchkv.activations import fast_activation
+from batchkv.gated_mlps import fast_mlp
 from batchkv.linear_layers import fast_linear
 from batchkv.norms import fast_norm
+from batchkv.rotary_embeddings import fast_rotary
 
 
 @contextmanager
 def with_fast_layers(model: nn.Module) -> Iterator[None]:
-    """Linear layers, activations and norms compute by the fastest code there is for them, on weights as they are.
+    """Linear layers, activations, norms, gated MLPs and rotary embeddings compute by the fastest code there is for
+    them, on weights as they are.
 
     Layers of other kinds, and those whose instance has a `forward` of its own, are left alone.
     """
@@ -31,5 +34,6 @@ def with_fast_layers(model: nn.Module) -> Iterator[None]:
             vars(module).pop("forward", None)
 
 
-def _fast_forward(module: nn.Module) -> Callable[[torch.Tensor], torch.Tensor] | None:
-    return fast_linear(module) or fast_activation(module) or fast_norm(module)
+def _fast_forward(module: nn.Module) -> Callable[..., Any] | None:
+    kinds = (fast_linear, fast_activation, fast_norm, fast_mlp, fast_rotary)
+    return next((forward for kind in kinds if (forward := kind(module)) is not None), None)

@@ -10,24 +10,15 @@ from torch import nn
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 from batchkv.kernels import native_norm
+from batchkv.same_code import computes_like
 
 
 def fast_norm(module: nn.Module) -> Callable[[torch.Tensor], torch.Tensor] | None:
-    """What computes a norm faster than its `forward`; None for all other modules."""
-    return partial(_compute, module) if _is_rms_norm(module) else None
+    """What computes a norm faster than its `forward`; None for all other modules.
 
-
-def _is_rms_norm(module: nn.Module) -> bool:
-    """Whether a module computes what Llama's norm does. Most families have a copy of that class under a name of their
-    own; others scale by 1 + weight, or round later: so the instructions of `forward` are compared.
+    Most families have a copy of Llama's norm. Others scale by 1 + weight, or round later.
     """
-    code, llama = getattr(type(module).forward, "__code__", None), LlamaRMSNorm.forward
-    has_own = "forward" in vars(module)
-    is_replaced = llama.__module__ != LlamaRMSNorm.__module__  # some libraries put other code into the class
-    if code is None or has_own or is_replaced:
-        return False
-    found, wanted = ((c.co_code, c.co_names, c.co_consts) for c in (code, llama.__code__))
-    return found == wanted
+    return partial(_compute, module) if computes_like(module, LlamaRMSNorm) else None
 
 
 def _compute(module: nn.Module, rows: torch.Tensor) -> torch.Tensor:

@@ -15,7 +15,7 @@ from batchkv.kernels.native_library import DTYPES, instruction_set_number, nativ
 
 Activation = Literal["silu", "gelu_tanh"]
 
-_KINDS: dict[Activation, int] = {"silu": 0, "gelu_tanh": 1}
+ACTIVATIONS: dict[Activation, int] = {"silu": 0, "gelu_tanh": 1}  # as the C interface numbers them
 
 
 @cache
@@ -47,7 +47,7 @@ def activate(rows: torch.Tensor, kind: Activation, instruction_set: str | None =
     out = torch.empty_like(rows)
     native(
         instruction_set_number(instruction_set),
-        _KINDS[kind],
+        ACTIVATIONS[kind],
         rows.data_ptr(),
         out.data_ptr(),
         rows.numel(),

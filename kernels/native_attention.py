@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from batchkv.kernels.attention import AttentionBackend
-from batchkv.kernels.native_library import DTYPES, fits, instruction_set_number, instruction_sets, native_library
+from batchkv.kernels.native_library import DTYPES, Heads, fits, instruction_set_number, instruction_sets, native_library
 from batchkv.kernels.quantization import is_quantized
 from batchkv.kv_layout import LayerSpec
 from batchkv.step import AttentionBatch
@@ -57,14 +57,6 @@ class _Batch(ctypes.Structure):
     ]
 
 
-class _Heads(ctypes.Structure):
-    _fields_ = [("data", ctypes.c_void_p), ("head_stride", ctypes.c_int64), ("token_stride", ctypes.c_int64)]
-
-    @classmethod
-    def of(cls, tensor_HTD: torch.Tensor) -> _Heads:
-        return cls(tensor_HTD.data_ptr(), tensor_HTD.stride(0), tensor_HTD.stride(1))
-
-
 class _Scoring(ctypes.Structure):
     _fields_ = [("scale", ctypes.c_float), ("softcap", ctypes.c_float), ("sinks", ctypes.c_void_p)]
 
@@ -75,8 +67,8 @@ def _library() -> ctypes.CDLL | None:
     if library is None or not fits(library, pages=_Pages, batch=_Batch):
         return None
     pages, batch = ctypes.POINTER(_Pages), ctypes.POINTER(_Batch)
-    library.batchkv_store.argtypes = [pages, batch, _Heads, _Heads]
-    library.batchkv_attend.argtypes = [ctypes.c_int32, pages, batch, ctypes.c_int32, _Heads, _Heads, _Scoring]
+    library.batchkv_store.argtypes = [pages, batch, Heads, Heads]
+    library.batchkv_attend.argtypes = [ctypes.c_int32, pages, batch, ctypes.c_int32, Heads, Heads, _Scoring]
     library.batchkv_store.restype = library.batchkv_attend.restype = None
     return library
 
@@ -193,7 +185,7 @@ class NativeAttention(AttentionBackend[NativeKV, NativeWorkPlan]):
         _check_shape("key", key_KTD, (pages.kv_heads, num_tokens, pages.key_dim))
         _check_shape("value", value_KTD, (pages.kv_heads, num_tokens, pages.value_dim))
         key_KTD, value_KTD = _readable(key_KTD, kv), _readable(value_KTD, kv)
-        self._library.batchkv_store(pages, plan.batch, _Heads.of(key_KTD), _Heads.of(value_KTD))
+        self._library.batchkv_store(pages, plan.batch, Heads.of(key_KTD), Heads.of(value_KTD))
 
     def attend(
         self,
@@ -219,8 +211,8 @@ class NativeAttention(AttentionBackend[NativeKV, NativeWorkPlan]):
             pages,
             plan.batch,
             num_heads,
-            _Heads.of(query_HTD),
-            _Heads.of(out_THD.transpose(0, 1)),
+            Heads.of(query_HTD),
+            Heads.of(out_THD.transpose(0, 1)),
             scoring,
         )
         return out_THD.to(dtype)

@@ -16,6 +16,14 @@ _LIBRARY = "batchkv.kernels._cpu"
 _INSTRUCTION_SETS = {"amx": 3, "avx512": 2, "avx2": 1, "portable": 0}  # the best first
 
 
+class Heads(ctypes.Structure):
+    _fields_ = [("data", ctypes.c_void_p), ("head_stride", ctypes.c_int64), ("token_stride", ctypes.c_int64)]
+
+    @classmethod
+    def of(cls, tensor_HTD: torch.Tensor) -> Heads:
+        return cls(tensor_HTD.data_ptr(), tensor_HTD.stride(0), tensor_HTD.stride(1))
+
+
 @cache
 def native_library() -> ctypes.CDLL | None:
     """The extension; None if it could not be built, or does not load here."""

@@ -12,6 +12,7 @@ from functools import cache
 
 import torch
 
+from batchkv.kernels.native_activation import ACTIVATIONS, Activation
 from batchkv.kernels.native_library import DTYPES, fits, instruction_set_number, instruction_sets, native_library
 
 _STRIP_ROWS, _STRIP_FEATURES = 48, 32  # multiples of what any instruction set takes at once
@@ -22,12 +23,15 @@ class _Linear(ctypes.Structure):
         ("rows", ctypes.c_void_p),
         ("weight", ctypes.c_void_p),
         ("bias", ctypes.c_void_p),
+        ("gate", ctypes.c_void_p),
         ("out", ctypes.c_void_p),
         ("strips", ctypes.c_void_p),
         ("num_rows", ctypes.c_int64),
         ("in_features", ctypes.c_int64),
         ("out_features", ctypes.c_int64),
         ("weight_stride", ctypes.c_int64),
+        ("gate_stride", ctypes.c_int64),
+        ("activation", ctypes.c_int32),
         ("dtype", ctypes.c_int32),
     ]
 
@@ -79,6 +83,41 @@ def linear(
         ValueError: the layer is not one that `is_covered`, or the rows are of another dtype, width or device.
         RuntimeError: the processor has not these instructions.
     """
+    return _compute(rows, weight_NK, bias_N, None, "silu", instruction_set)
+
+
+def gated_linear(
+    rows: torch.Tensor,
+    gate_NK: torch.Tensor,
+    weight_NK: torch.Tensor,
+    activation: Activation,
+    instruction_set: str | None = None,
+) -> torch.Tensor:
+    """`activation(rows @ gate.T) * (rows @ weight.T)`, without gradients: [..., K] to [..., N].
+
+    Both products and the activation are rounded to the dtype, as if each was a layer of its own.
+
+    Args:
+        instruction_set: one of `instruction_sets()`, by default the best.
+
+    Raises:
+        ValueError: gate or weight are not such as `is_covered`, or do not go together with each other or the rows.
+        RuntimeError: the processor has not these instructions.
+    """
+    if not is_covered(gate_NK, None) or (gate_NK.dtype, gate_NK.shape) != (weight_NK.dtype, weight_NK.shape):
+        found = f"{gate_NK.dtype} {tuple(gate_NK.shape)} and {weight_NK.dtype} {tuple(weight_NK.shape)}"
+        raise ValueError(f"the native kernel does not compute a gate and a layer with weights {found}")
+    return _compute(rows, weight_NK, None, gate_NK, activation, instruction_set)
+
+
+def _compute(
+    rows: torch.Tensor,
+    weight_NK: torch.Tensor,
+    bias_N: torch.Tensor | None,
+    gate_NK: torch.Tensor | None,
+    activation: Activation,
+    instruction_set: str | None,
+) -> torch.Tensor:
     library = _library()
     if library is None or not is_covered(weight_NK, bias_N):
         raise ValueError("the native kernel does not compute this layer: ask is_covered first")
@@ -94,12 +133,15 @@ def linear(
         rows=rows.data_ptr(),
         weight=weight_NK.data_ptr(),
         bias=None if bias_N is None else bias_N.data_ptr(),
+        gate=None if gate_NK is None else gate_NK.data_ptr(),
         out=out.data_ptr(),
         strips=strips.data_ptr(),
         num_rows=num_rows,
         in_features=in_features,
         out_features=out_features,
         weight_stride=weight_NK.stride(0),
+        gate_stride=0 if gate_NK is None else gate_NK.stride(0),
+        activation=ACTIVATIONS[activation],
         dtype=DTYPES[rows.dtype],
     )
     library.batchkv_linear(instruction_set_number(instruction_set), ctypes.byref(layer))

@@ -4,22 +4,31 @@ namespace ISA {
 
 constexpr int64_t kActivationBlock = 4096;  // elements of a task
 
-// 1 / (1 + e^-x), from e^-|x|, which is never too large.
-inline Vec sigmoid(Vec x) {
-  const Vec power = exp_nonpositive(x < 0 ? x : -x);
-  return (x < 0 ? power : all(1)) / (1 + power);
+// x / (1 + e^-gate). What is rounded to bf16 needs fewer digits; else e^-|gate| is taken, which is never too large.
+template <typename Element>
+inline Vec through_sigmoid(Vec x, Vec gate) {
+  if constexpr (std::is_same_v<Element, uint16_t>) return x / (1 + exp2_roughly(gate * -1.44269504088896341f));
+  const Vec power = exp_nonpositive(gate < 0 ? gate : -gate);
+  return x * ((gate < 0 ? power : all(1)) / (1 + power));
 }
 
-template <ActivationKind kKind>
+template <ActivationKind kKind, typename Element>
 inline Vec activated(Vec x) {
   const float twice_root = 1.5957691216057308f;  // 2 sqrt(2 / pi)
-  return x * sigmoid(kKind == kSilu ? x : twice_root * (x + 0.044715f * x * x * x));
+  return through_sigmoid<Element>(x, kKind == kSilu ? x : twice_root * (x + 0.044715f * x * x * x));
+}
+
+// What a gate lets through of x. Everything is rounded to the dtype where torch would store it.
+template <typename Element>
+inline Vec gated(ActivationKind kind, Vec gate, Vec x) {
+  gate = rounded<Element>(gate);
+  return rounded<Element>(kind == kSilu ? activated<kSilu, Element>(gate) : activated<kGeluTanh, Element>(gate)) * rounded<Element>(x);
 }
 
 template <ActivationKind kKind, typename Element>
 void activate_block(const Element* rows, Element* out, int64_t size) {
   int64_t i = 0;
-  for (; i + VECTOR_FLOATS <= size; i += VECTOR_FLOATS) store_floats(activated<kKind>(load_floats(rows + i)), out + i);
+  for (; i + VECTOR_FLOATS <= size; i += VECTOR_FLOATS) store_floats(activated<kKind, Element>(load_floats(rows + i)), out + i);
   if (i == size) return;
   Element rest[VECTOR_FLOATS] = {};  // the last ones go through the same code
   std::copy(rows + i, rows + size, rest);

@@ -17,5 +17,6 @@
 #include "linear_tiles.h"
 #include "linear_impl.h"
 #include "norm_impl.h"
+#include "rotary_impl.h"
 #include "sampling_impl.h"
 #endif

@@ -2,6 +2,7 @@
 #include "isa.h"
 
 #ifdef BATCHKV_X86
+#include <immintrin.h>
 #pragma GCC target("avx512f,avx512bw,avx512vl,avx512dq,avx2,fma,prefer-vector-width=512")
 #define ISA avx512
 #define VECTOR_FLOATS 16
@@ -12,5 +13,6 @@
 #include "attention_impl.h"
 #include "linear_impl.h"
 #include "norm_impl.h"
+#include "rotary_impl.h"
 #include "sampling_impl.h"
 #endif

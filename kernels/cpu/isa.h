@@ -20,6 +20,7 @@
 #include "attention.h"
 #include "linear.h"
 #include "norm.h"
+#include "rotary.h"
 #include "sampling.h"
 
 // Only GCC takes the instruction set of a function from a pragma; other compilers build the portable kernel.

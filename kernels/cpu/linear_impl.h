@@ -63,13 +63,18 @@ void pack_strip(const Linear& layer, int64_t strip, float* packed) {
   }
 }
 
+// A matrix whose rows give one output feature each: the weight, or the gate.
+struct Matrix {
+  const void* rows;
+  int64_t stride;
+};
+
 // One panel for all rows, which are in strips; `sums` is [num_rows][kLanes].
 template <typename Element>
-void multiply_panel(const Linear& layer, const float* strips, int64_t first, float* sums) {
+void multiply_panel(const Linear& layer, Matrix matrix, const float* strips, int64_t first, float* sums) {
   const int64_t depth = layer.in_features, step = depth_of_parts(depth);
-  const int count = std::min<int64_t>(kLanes, layer.out_features - first);
-  const RowList<kLanes, Element> weight(static_cast<const Element*>(layer.weight) + first * layer.weight_stride,
-                                        layer.weight_stride, count);
+  const RowList<kLanes, Element> weight(static_cast<const Element*>(matrix.rows) + first * matrix.stride, matrix.stride,
+                                        layer.out_features - first);
   alignas(64) float panel[kDepth * kLanes];
   for (int64_t begin = 0; begin < depth; begin += step) {
     const int64_t part = std::min(step, depth - begin);
@@ -81,15 +86,29 @@ void multiply_panel(const Linear& layer, const float* strips, int64_t first, flo
     else
       multiply<false>(left, right, part, sums, kLanes, layer.num_rows);
   }
+}
+
+// Brings sums to `out`, with the bias, or as far as their gate lets them.
+template <typename Element>
+void store_panel(const Linear& layer, int64_t first, const float* sums, const float* gates) {
+  const int count = std::min<int64_t>(kLanes, layer.out_features - first);
   float bias[kLanes] = {};
   if (layer.bias)
     for (int lane = 0; lane < count; lane++) bias[lane] = to_float(static_cast<const Element*>(layer.bias)[first + lane]);
   Element* out = static_cast<Element*>(layer.out) + first;
-  for (int64_t r = 0; r < layer.num_rows; r++, out += layer.out_features, sums += kLanes)
+  for (int64_t r = 0; r < layer.num_rows; r++, out += layer.out_features) {
+    Element line[kLanes];
+    for (int lane = 0; lane < kLanes; lane += VECTOR_FLOATS) {
+      const Vec sum = load(sums + r * kLanes + lane);
+      store_floats(layer.gate ? gated<Element>(layer.activation, load(gates + r * kLanes + lane), sum)
+                              : sum + load(bias + lane),
+                   line + lane);
+    }
     if (count == kLanes)
-      for (int lane = 0; lane < kLanes; lane += VECTOR_FLOATS) store_floats(load(sums + lane) + load(bias + lane), out + lane);
+      std::memcpy(out, line, sizeof(line));
     else
-      for (int lane = 0; lane < count; lane++) from_float(sums[lane] + bias[lane], out + lane);
+      std::memcpy(out, line, count * sizeof(Element));
+  }
 }
 
 template <typename Element>
@@ -100,9 +119,15 @@ void multiply_panels(const Linear& layer) {
   {
     for (int64_t strip; (strip = next_strip++) < strips;) pack_strip<Element>(layer, strip, layer.strips);
 #pragma omp barrier
-    std::unique_ptr<float[]> sums(new float[layer.num_rows * kLanes]);  // 64 bytes a row
-    for (int64_t panel; (panel = next_panel++) < panels;)
-      multiply_panel<Element>(layer, layer.strips, panel * kLanes, sums.get());
+    const int64_t size = layer.num_rows * kLanes;  // 64 bytes a row
+    std::unique_ptr<float[]> sums(new float[layer.gate ? 2 * size : size]);
+    for (int64_t panel; (panel = next_panel++) < panels;) {
+      const int64_t first = panel * kLanes;
+      float* gates = sums.get() + size;
+      multiply_panel<Element>(layer, {layer.weight, layer.weight_stride}, layer.strips, first, sums.get());
+      if (layer.gate) multiply_panel<Element>(layer, {layer.gate, layer.gate_stride}, layer.strips, first, gates);
+      store_panel<Element>(layer, first, sums.get(), gates);
+    }
   }
 }
 

@@ -1,13 +1,13 @@
 // Linear layers in bf16 by tiles (tiles.h).
 //
 // The weight is the left side, so its tiles are read where they lie, and what comes out is transposed: [output features]
-// [rows]. First the rows are brought into right tiles, 16 of them a strip. Then a task is a panel: 32 output features for
-// all rows, two strips at a time: four tiles of sums, for which each tile that is loaded is used twice.
+// [rows]. First the rows are brought into right tiles, 16 of them a strip. Then a task is a panel: two left tiles of the
+// weight, or one of the weight and one of the gate, for all rows, two strips at a time: four tiles of sums, for which each
+// tile that is loaded is used twice.
 
 namespace ISA {
 
-constexpr int kPanel = 2 * kTile;     // output features of a task
-constexpr int kTilesOfPart = 16;      // most tiles in a row of a panel that are multiplied before the next strips are
+constexpr int kTilesOfPart = 12;      // most tiles in a row of a panel that are multiplied before the next strips are
 
 // What all tasks of a layer share.
 struct TiledLinear {
@@ -34,27 +34,135 @@ struct TiledLinear {
     }
   }
 
-  int64_t panels() const { return tiles_in(layer.out_features, kPanel); }
+  int64_t features_of_panel() const { return layer.gate ? kTile : 2 * kTile; }
+  int64_t panels() const { return tiles_in(layer.out_features, features_of_panel()); }
 
-  // The weight of a panel: where it lies, or, where that are not whole tiles, in `copied`, filled up with zeros.
-  LeftTiles weight_of(int64_t panel, std::vector<uint16_t>& copied) const {
-    const int64_t depth = layer.in_features, first = panel * kPanel;
-    const auto* weight = static_cast<const uint16_t*>(layer.weight) + first * layer.weight_stride;
-    const int64_t count = std::min<int64_t>(kPanel, layer.out_features - first);
-    if (count == kPanel && depth % kTileDepth == 0) return {weight, layer.weight_stride * 2};
-    copied.assign(kPanel * tiles * kTileDepth, 0);
+  // Where the two halves of a panel begin: in the weight, or in gate and weight.
+  const uint16_t* half(int64_t panel, int half) const {
+    const auto* weight = static_cast<const uint16_t*>(layer.weight);
+    if (!layer.gate) return weight + (2 * panel + half) * kTile * layer.weight_stride;
+    return half ? weight + panel * kTile * layer.weight_stride
+                : static_cast<const uint16_t*>(layer.gate) + panel * kTile * layer.gate_stride;
+  }
+  int64_t stride_of(int half) const { return layer.gate && !half ? layer.gate_stride : layer.weight_stride; }
+
+  // The left tiles of a half: where they lie, or, where that are not whole tiles, in `copied`, filled up with zeros.
+  LeftTiles left_tiles(int64_t panel, int half, std::vector<uint16_t>& copied) const {
+    const int64_t depth = layer.in_features, stride = stride_of(half);
+    const int64_t first = layer.gate ? panel * kTile : (2 * panel + half) * kTile;
+    const int64_t count = std::min<int64_t>(kTile, layer.out_features - first);
+    const uint16_t* from = this->half(panel, half);
+    if (count == kTile && depth % kTileDepth == 0) return {from, stride * 2};
+    copied.assign(kTile * tiles * kTileDepth, 0);
     for (int64_t r = 0; r < count; r++)
-      std::memcpy(&copied[r * tiles * kTileDepth], weight + r * layer.weight_stride, depth * sizeof(uint16_t));
+      std::memcpy(&copied[r * tiles * kTileDepth], from + r * stride, depth * sizeof(uint16_t));
     return {copied.data(), tiles * kTileDepth * 2};
   }
 };
 
-// Adds to the sums of `kStrips` strips, [kStrips][2] tiles, `count` tiles of the weight and of the rows.
+// The transpose of a tile of sums.
+struct Square {
+  Vec lines[kTile];
+
+  explicit Square(const float* sums) {
+#pragma GCC unroll 16
+    for (int i = 0; i < kTile; i++) lines[i] = load(sums + i * kTile);
+    transpose(lines);
+  }
+};
+
+// A strip's sums, [2][output feature][row], with their biases, to `rows` rows of `out`, of which `width` features are there.
+inline void store_strip(const float* sums, Vec low_bias, Vec high_bias, uint16_t* out, int64_t stride, int64_t rows,
+                        int64_t width) {
+  const Square low(sums), high(sums + kTileFloats);
+  const __mmask32 features = width == 2 * kTile ? ~0u : (1u << width) - 1;
+#pragma GCC unroll 16
+  for (int r = 0; r < kTile; r++)
+    if (r < rows) {
+      const __m512bh line = _mm512_cvtne2ps_pbh(high.lines[r] + high_bias, low.lines[r] + low_bias);
+      _mm512_mask_storeu_epi16(out + r * stride, features, reinterpret_cast<const __m512i&>(line));
+    }
+}
+
+// The same for what went through a gate, [output feature][row].
+inline void store_gated_strip(const float* sums, uint16_t* out, int64_t stride, int64_t rows, int64_t width) {
+  const Square square(sums);
+  const __mmask16 features = (1u << width) - 1;
+#pragma GCC unroll 16
+  for (int r = 0; r < kTile; r++)
+    if (r < rows) {
+      const __m256bh line = _mm512_cvtneps_pbh((__m512)square.lines[r]);
+      _mm256_mask_storeu_epi16(out + r * stride, features, reinterpret_cast<const __m256i&>(line));
+    }
+}
+
+// Up to two strips of a panel whose products are there and have to be brought to `out`. Where there is a gate, that is done
+// while the next strips are multiplied: tiles and vectors are different units of a processor.
+struct Results {
+  const TiledLinear& tiled;
+  int64_t panel;
+  int64_t first = 0, last = 0;  // strips
+  float* sums = nullptr;        // [strip][2][output feature][row], with a gate its sums first
+  int ungated = 0;              // vectors of output features that have to go through the gate
+
+  void begin(int64_t first_strip, int64_t last_strip, float* of_strips) {
+    first = first_strip, last = last_strip, sums = of_strips;
+    ungated = tiled.layer.gate ? (last - first) * kTile : 0;
+  }
+
+  void gate_some() {
+    for (int i = 0; i < 4 && ungated; i++) {
+      ungated--;
+      float* gate = sums + ungated / kTile * 2 * kTileFloats + ungated % kTile * kTile;
+      store(gate, gated<uint16_t>(tiled.layer.activation, load(gate), load(gate + kTileFloats)));
+    }
+  }
+
+  void finish() {
+    while (ungated) gate_some();
+    for (; first < last; first++, sums += 2 * kTileFloats) store_first();
+  }
+
+  void store_first() const {
+    const Linear& layer = tiled.layer;
+    const int64_t feature = panel * tiled.features_of_panel(), rows = layer.num_rows - first * kTile;
+    const int64_t width = std::min<int64_t>(tiled.features_of_panel(), layer.out_features - feature);
+    uint16_t* out = static_cast<uint16_t*>(layer.out) + first * kTile * layer.out_features + feature;
+    if (layer.gate) return store_gated_strip(sums, out, layer.out_features, rows, width);
+    alignas(64) uint16_t biases[2 * kTile] = {};
+    if (layer.bias)
+      std::memcpy(biases, static_cast<const uint16_t*>(layer.bias) + feature, width * sizeof(uint16_t));
+    store_strip(sums, load_floats(biases), load_floats(biases + kTile), out, layer.out_features, rows, width);
+  }
+};
+
+// The next panel, which is asked for while this one is multiplied.
+struct NextPanel {
+  const char* halves[2];
+  int64_t lines;       // of a half that have not been asked for
+  int64_t step_lines;  // of them with each step
+
+  NextPanel(const TiledLinear& tiled, int64_t panel) {
+    for (int half : {0, 1}) halves[half] = reinterpret_cast<const char*>(tiled.half(panel, half));
+    lines = panel < tiled.panels() ? kTile * tiled.layer.in_features * sizeof(uint16_t) / 64 : 0;
+    step_lines = tiles_in(lines, tiled.tiles * tiles_in(tiled.strips, 2));
+  }
+
+  void fetch_some() {
+    if (lines <= 0) return;
+    for (const char*& line : halves)
+      for (int64_t i = 0; i < step_lines; i++, line += 64) __builtin_prefetch(line, 0, 2);
+    lines -= step_lines;
+  }
+};
+
+// Adds to the sums of `kStrips` strips, [kStrips][2] tiles, the products of the tiles [first, last) of the weight and of the
+// rows, and does what is to be done meanwhile.
 template <int kStrips>
-inline void multiply_tiles(LeftTiles weight, int64_t first, int64_t count, const char* rows, int64_t strip_bytes,
-                           bool is_first, float* sums, const char* next) {
+inline void multiply_tiles(const LeftTiles (&halves)[2], int64_t first, int64_t last, const char* rows, int64_t strip_bytes,
+                           float* sums, Results& results, NextPanel& next) {
   char* at = reinterpret_cast<char*>(sums);
-  if (is_first) {
+  if (first == 0) {
     zero_sums<2, kStrips>();
   } else {
     _tile_loadd(0, at, kTileRowBytes);
@@ -64,84 +172,60 @@ inline void multiply_tiles(LeftTiles weight, int64_t first, int64_t count, const
       _tile_loadd(3, at + 3 * kTileBytes, kTileRowBytes);
     }
   }
-  for (int64_t tile = first; tile < first + count; tile++) {
+  const auto& [low, high] = halves;
+  for (int64_t tile = first; tile < last; tile++) {
     const char* right = rows + tile * kTileBytes;
-    add_products<2, kStrips>(weight.at(0, tile * kTileDepth), weight.stride, weight.at(kTile, tile * kTileDepth),
-                             weight.stride, right, right + strip_bytes, kTileRowBytes);
-    if (next)
-      for (int line = 0; line < 4; line++, next += 64) __builtin_prefetch(next, 0, 2);
+    add_products<2, kStrips>(low.at(0, tile * kTileDepth), low.stride, high.at(0, tile * kTileDepth), high.stride, right,
+                             right + strip_bytes, kTileRowBytes);
+    next.fetch_some();
+    results.gate_some();
   }
   store_sums<2, kStrips>(at, 2 * kTileBytes);
 }
 
-// A strip's sums, [2][output feature][row], to rows of `out`, of which there are `rows` with `width` features.
-inline void store_strip(const float* sums, Vec low_bias, Vec high_bias, uint16_t* out, int64_t stride, int64_t rows,
-                        int64_t width) {
-  Vec low[kTile], high[kTile];
-#pragma GCC unroll 16
-  for (int i = 0; i < kTile; i++) low[i] = load(sums + i * kTile);
-  transpose(low);
-#pragma GCC unroll 16
-  for (int i = 0; i < kTile; i++) high[i] = load(sums + kTileFloats + i * kTile);
-  transpose(high);
-  const __mmask32 features = width == kPanel ? ~0u : (1u << width) - 1;
-#pragma GCC unroll 16
-  for (int r = 0; r < kTile; r++)
-    if (r < rows) {
-      const __m512bh line = _mm512_cvtne2ps_pbh(high[r] + high_bias, low[r] + low_bias);
-      _mm512_mask_storeu_epi16(out + r * stride, features, reinterpret_cast<const __m512i&>(line));
-    }
-}
-
-inline void multiply_panel(const TiledLinear& tiled, int64_t panel, const char* next, std::vector<uint16_t>& copied,
+// All rows by a panel. `sums` has room for all strips, [strip][2] tiles.
+inline void multiply_panel(const TiledLinear& tiled, int64_t panel, const LeftTiles (&halves)[2], NextPanel& next,
                            float* sums) {
-  const Linear& layer = tiled.layer;
-  const LeftTiles weight = tiled.weight_of(panel, copied);
-  const int64_t first = panel * kPanel, width = std::min<int64_t>(kPanel, layer.out_features - first);
-  alignas(64) uint16_t biases[kPanel] = {};
-  if (layer.bias)
-    std::memcpy(biases, static_cast<const uint16_t*>(layer.bias) + first, width * sizeof(uint16_t));
-  const Vec low_bias = load_floats(biases), high_bias = load_floats(biases + kTile);
-  finish_writing();
-
   const int64_t parts = tiles_in(tiled.tiles, kTilesOfPart), strip_bytes = tiled.tiles * kTileBytes;
-  const char* end = next ? next + kPanel * layer.weight_stride * 2 : nullptr;
+  Results results{tiled, panel};
   for (int64_t part = 0, tile = 0; part < parts; part++) {
-    const int64_t count = (tiled.tiles - tile) / (parts - part);
+    const int64_t last = tile + (tiled.tiles - tile) / (parts - part);
     for (int64_t strip = 0; strip < tiled.strips; strip += 2) {
       float* block = sums + strip * 2 * kTileFloats;
-      const char* rows = tiled.rows + strip * strip_bytes;
-      const bool both = strip + 1 < tiled.strips;
-      (both ? multiply_tiles<2> : multiply_tiles<1>)(weight, tile, count, rows, strip_bytes, part == 0, block, next);
-      if (next && (next += count * 4 * 64) >= end) next = nullptr;
+      const int64_t end = std::min(strip + 2, tiled.strips);
+      (end - strip == 2 ? multiply_tiles<2> : multiply_tiles<1>)(halves, tile, last, tiled.rows + strip * strip_bytes,
+                                                                 strip_bytes, block, results, next);
       if (part + 1 < parts) continue;
-      for (int64_t s = strip; s <= strip + both; s++, block += 2 * kTileFloats)
-        store_strip(block, low_bias, high_bias, static_cast<uint16_t*>(layer.out) + s * kTile * layer.out_features + first,
-                    layer.out_features, layer.num_rows - s * kTile, width);
+      results.finish();
+      results.begin(strip, end, block);
+      if (!tiled.layer.gate) results.finish();
     }
-    tile += count;
+    tile = last;
   }
+  results.finish();
 }
 
 inline void multiply_in_tiles(const Linear& layer) {
+  if (layer.num_rows == 0) return;
   const TiledLinear tiled{layer};
   const int64_t panels = tiled.panels();
+  const int64_t of_task = layer.gate ? 2 : 1;  // panels, so that results are whole cache lines
   std::atomic<int64_t> next_strip{0}, next_panel{0};
 #pragma omp parallel if (layer.num_rows * layer.in_features * layer.out_features >= kWorthThreads)
   {
     for (int64_t strip; (strip = next_strip++) < tiled.strips;) tiled.pack_strip(strip);
 #pragma omp barrier
     const Tiles tiles;
-    std::vector<uint16_t> copied;
+    std::vector<uint16_t> copied[2];
     static thread_local Room room;
     float* sums;
     room.divide({(tiled.strips + 1) * 2 * kTileFloats}, {&sums});
-    for (int64_t panel = next_panel++, next; panel < panels; panel = next) {
-      next = next_panel++;
-      const auto* weight = static_cast<const uint16_t*>(layer.weight);
-      multiply_panel(tiled, panel,
-                     next < panels ? reinterpret_cast<const char*>(weight + next * kPanel * layer.weight_stride) : nullptr,
-                     copied, sums);
+    for (int64_t panel = next_panel.fetch_add(of_task), next; panel < panels; panel = next) {
+      next = (panel + 1) % of_task ? panel + 1 : next_panel.fetch_add(of_task);
+      const LeftTiles halves[] = {tiled.left_tiles(panel, 0, copied[0]), tiled.left_tiles(panel, 1, copied[1])};
+      finish_writing();
+      NextPanel ahead(tiled, next);
+      multiply_panel(tiled, panel, halves, ahead, sums);
     }
   }
 }

@@ -10,4 +10,5 @@
 #include "attention_impl.h"
 #include "linear_impl.h"
 #include "norm_impl.h"
+#include "rotary_impl.h"
 #include "sampling_impl.h"

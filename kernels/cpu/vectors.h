@@ -55,12 +55,52 @@ inline Vec exp_nonpositive(Vec x) {
   return is_zero ? Vec{} : p * power;
 }
 
+// Between -limit and limit; NaN stays.
+inline Vec clamped(Vec x, float limit) {
+#if VECTOR_FLOATS == 16
+  return (Vec)_mm512_max_ps((__m512)all(-limit), _mm512_min_ps((__m512)all(limit), (__m512)x));  // takes the second if NaN
+#else
+  x = x < -limit ? all(-limit) : x;
+  return x > limit ? all(limit) : x;
+#endif
+}
+
+// number * 2^exponent for whole exponents of at most 250; 0 and infinity at the ends.
+inline Vec scaled(Vec number, Vec exponent) {
+#if VECTOR_FLOATS == 16
+  return (Vec)_mm512_scalef_ps((__m512)number, (__m512)exponent);
+#else
+  const VecInt whole = __builtin_convertvector(exponent, VecInt), half = whole >> 1;
+  const VecInt powers[] = {(half + 127) << 23, (whole - half + 127) << 23};
+  Vec factors[2];
+  std::memcpy(factors, powers, sizeof(factors));
+  return number * factors[0] * factors[1];
+#endif
+}
+
+// 2^x within 3e-6 of it (a fit with 1 at 0), which is enough for what is rounded to bf16; 0 and infinity at the ends.
+inline Vec exp2_roughly(Vec x) {
+  const Vec round = all(12582912.0f);  // as in exp_nonpositive
+  x = clamped(x, 250);
+  const Vec n = (x + round) - round, r = x - n;
+  Vec p = all(0.009582852944731712f);
+  p = p * r + 0.055906426161527634f;
+  p = p * r + 0.24024099111557007f;
+  p = p * r + 0.6931241750717163f;
+  p = p * r + 1.0f;
+  return scaled(p, n);
+}
+
 // A vector of elements, as floats.
 inline Vec load_floats(const float* from) { return load(from); }
 inline Vec load_floats(const uint16_t* from) {
   VecHalf half;
   std::memcpy(&half, from, sizeof(half));
+#if VECTOR_FLOATS == 16  // GCC takes five instructions for it
+  const VecBits bits = (VecBits)_mm512_cvtepu16_epi32((__m256i)half) << 16;
+#else
   const VecBits bits = __builtin_convertvector(half, VecBits) << 16;
+#endif
   Vec floats;
   std::memcpy(&floats, &bits, sizeof(floats));
   return floats;
@@ -80,11 +120,25 @@ inline void widen(const Element* from, float* to) {
 // A vector of floats as elements, rounded as by from_float.
 inline void store_floats(Vec floats, float* to) { store(to, floats); }
 inline void store_floats(Vec floats, uint16_t* to) {
+#ifdef BATCHKV_IN_TILES  // there is an instruction for it
+  const __m256bh half = _mm512_cvtneps_pbh((__m512)floats);
+  std::memcpy(to, &half, sizeof(half));
+#else
   VecBits bits;
   std::memcpy(&bits, &floats, sizeof(bits));
   const VecBits nearest = (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;
   const VecHalf half = __builtin_convertvector(floats == floats ? nearest : 0x7fc0 - VecBits{}, VecHalf);
   std::memcpy(to, &half, sizeof(half));
+#endif
+}
+
+// What is left of floats that are stored as elements.
+template <typename Element>
+inline Vec rounded(Vec floats) {
+  if constexpr (std::is_same_v<Element, float>) return floats;
+  Element elements[VECTOR_FLOATS];
+  store_floats(floats, elements);
+  return load_floats(elements);
 }
 
 // Takes elements from two vectors: from `low` where bit kDistance of the place is 0, else from `high`. kOffset is 0 or

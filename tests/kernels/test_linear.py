@@ -7,7 +7,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from batchkv.kernels.native_linear import is_covered, linear
+from batchkv.kernels.native_activation import ACTIVATIONS, Activation, activate
+from batchkv.kernels.native_linear import gated_linear, is_covered, linear
 from tests.native_kernels import INSTRUCTION_SETS, needs_native
 
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 1e-2}  # of the results' root mean square
@@ -110,3 +111,46 @@ def test_rows_of_another_kind_are_refused() -> None:
         linear(torch.zeros(2, 4, dtype=torch.bfloat16), torch.zeros(3, 4))
     with pytest.raises(ValueError, match="the layer takes"):
         linear(torch.zeros(2, 4, device="meta"), torch.zeros(3, 4))
+
+
+@pytest.mark.parametrize("activation", list(ACTIVATIONS))
+@pytest.mark.parametrize("instruction_set", INSTRUCTION_SETS)
+@settings(max_examples=30, deadline=None)
+@given(
+    num_rows=ROWS,
+    in_features=INPUTS,
+    out_features=OUTPUTS,
+    dtype=st.sampled_from(sorted(TOLERANCE, key=str)),
+    seed=st.integers(0, 1 << 16),
+)
+def test_a_gate_computes_the_bits_of_three_layers_one_after_the_other(
+    activation: Activation,
+    instruction_set: str,
+    num_rows: int,
+    in_features: int,
+    out_features: int,
+    dtype: torch.dtype,
+    seed: int,
+) -> None:
+    random = torch.Generator().manual_seed(seed)
+    rows = torch.randn(num_rows, in_features, generator=random).to(dtype)
+    gate, weight = (torch.randn(out_features, in_features, generator=random).to(dtype) for _ in range(2))
+    expected = activate(linear(rows, gate, None, instruction_set), activation, instruction_set)
+    expected *= linear(rows, weight, None, instruction_set)
+    assert torch.equal(gated_linear(rows, gate, weight, activation, instruction_set), expected)
+
+
+@needs_native
+def test_a_gate_and_its_layer_may_be_parts_of_one_weight() -> None:
+    both, rows = torch.randn(16, 20), torch.randn(3, 20)
+    gate, weight = both[::2], both[1:, :][::2]
+    expected = activate(linear(rows, gate.contiguous()), "silu") * linear(rows, weight.contiguous())
+    assert torch.equal(gated_linear(rows, gate, weight, "silu"), expected)
+
+
+@needs_native
+def test_a_gate_of_another_shape_or_dtype_is_refused() -> None:
+    weight = torch.zeros(4, 8)
+    for gate in (torch.zeros(3, 8), torch.zeros(4, 8, dtype=torch.bfloat16), torch.zeros(4, 16)[:, ::2]):
+        with pytest.raises(ValueError, match="a gate and a layer with weights"):
+            gated_linear(torch.zeros(2, 8), gate, weight, "silu")

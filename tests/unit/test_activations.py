@@ -11,7 +11,7 @@ from batchkv import batch_invariance
 from batchkv.activations import are_native, kind_of
 from batchkv.batch_invariance import row_multiple
 from batchkv.fast_layers import with_fast_layers
-from batchkv.kernels import native_activation
+from batchkv.kernels import native_activation, native_linear
 from tests.native_kernels import needs_native
 from tests.tiny_models import FAMILIES
 
@@ -30,6 +30,7 @@ def test_they_are_native_in_it_and_as_they_were_afterwards(monkeypatch: pytest.M
     computed = []
     activate = native_activation.activate
     monkeypatch.setattr(native_activation, "activate", lambda rows, kind: computed.append(kind) or activate(rows, kind))
+    monkeypatch.setattr(native_linear, "is_fastest", lambda _: False)  # or they would be computed within linear layers
     model = FAMILIES["llama"]()
     ids = torch.arange(8).unsqueeze(0)
     with torch.inference_mode():

@@ -1,0 +1,61 @@
+"""Rotary embeddings on a CPU by the native kernel.
+
+An attention layer turns its queries and keys by a function of the module that its class is in. Here the layer computes
+by its own `forward` with another function in that place: neither the class nor its module is touched.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from inspect import unwrap
+from types import FunctionType, MethodType
+from typing import Any, TypeGuard
+
+import torch
+from torch import nn
+from transformers.models.llama import modeling_llama
+
+from batchkv.kernels import native_rotary
+from batchkv.same_code import is_copy
+
+_FUNCTION = "apply_rotary_pos_emb"  # as all families name it
+
+Turn = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
+
+
+def fast_rotary(module: nn.Module) -> Callable[..., Any] | None:
+    """A `forward` that turns queries and keys faster; None for modules that turn none, or otherwise than Llama."""
+    forward = unwrap(type(module).forward)
+    if "forward" in vars(module) or not isinstance(forward, FunctionType):
+        return None
+    turn = forward.__globals__.get(_FUNCTION) if _FUNCTION in forward.__code__.co_names else None
+    if not _is_llamas(turn):
+        return None
+    names = forward.__globals__ | {_FUNCTION: partial(_turn, turn)}
+    faster = FunctionType(forward.__code__, names, forward.__name__, forward.__defaults__, forward.__closure__)
+    faster.__kwdefaults__ = forward.__kwdefaults__
+    return MethodType(faster, module)
+
+
+def _is_llamas(turn: object) -> TypeGuard[FunctionType]:
+    """Whether a function is a copy of Llama's, down to the half that it turns."""
+    wanted, half = modeling_llama.apply_rotary_pos_emb, modeling_llama.rotate_half
+    return (
+        all(function.__module__ == modeling_llama.__name__ for function in (wanted, half))  # nobody put others there
+        and is_copy(turn, wanted)
+        and turn.__defaults__ == wanted.__defaults__
+        and is_copy(turn.__globals__.get("rotate_half"), half)
+    )
+
+
+def _turn(
+    turn: Turn, query: torch.Tensor, key: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, *args: Any, **kwargs: Any
+) -> tuple[torch.Tensor, torch.Tensor]:
+    turned: tuple[torch.Tensor, torch.Tensor]
+    is_plain = not args and not kwargs and not torch.is_autocast_enabled("cpu")
+    if is_plain and native_rotary.is_covered(query, key, cos, sin):
+        turned = native_rotary.rotate(query, key, cos, sin)
+    else:
+        turned = turn(query, key, cos, sin, *args, **kwargs)
+    return turned
