@@ -2,12 +2,13 @@
 //
 // The weight is the left side, so its tiles are read where they lie, and what comes out is transposed: [output features]
 // [rows]. First the rows are brought into right tiles, 16 of them a strip. Then a task is a panel: two left tiles of the
-// weight, or one of the weight and one of the gate, for all rows, two strips at a time: four tiles of sums, for which each
-// tile that is loaded is used twice.
+// weight, or one of the weight and one of the gate, for a block of rows that stays in the second cache, two strips at a
+// time: four tiles of sums, for which each tile that is loaded is used twice.
 
 namespace ISA {
 
-constexpr int kTilesOfPart = 12;      // most tiles in a row of a panel that are multiplied before the next strips are
+constexpr int64_t kBlockBytes = 800 << 10;  // most bytes of strips that are multiplied by all panels before the others are
+constexpr int kTilesOfPart = 12;            // most tiles in a row of a panel that are multiplied before the next strips are
 
 // What all tasks of a layer share.
 struct TiledLinear {
@@ -32,6 +33,12 @@ struct TiledLinear {
       }
       pack_right_tile(pairs, rows + (strip * tiles + tile) * kTileBytes);
     }
+  }
+
+  // An even number.
+  int64_t strips_of_block() const {
+    const int64_t blocks = tiles_in(strips * tiles * kTileBytes, kBlockBytes);
+    return tiles_in(tiles_in(strips, blocks), 2) * 2;
   }
 
   int64_t features_of_panel() const { return layer.gate ? kTile : 2 * kTile; }
@@ -145,7 +152,7 @@ struct NextPanel {
   NextPanel(const TiledLinear& tiled, int64_t panel) {
     for (int half : {0, 1}) halves[half] = reinterpret_cast<const char*>(tiled.half(panel, half));
     lines = panel < tiled.panels() ? kTile * tiled.layer.in_features * sizeof(uint16_t) / 64 : 0;
-    step_lines = tiles_in(lines, tiled.tiles * tiles_in(tiled.strips, 2));
+    step_lines = tiles_in(lines, tiled.tiles * tiles_in(tiled.strips_of_block(), 2));
   }
 
   void fetch_some() {
@@ -183,21 +190,21 @@ inline void multiply_tiles(const LeftTiles (&halves)[2], int64_t first, int64_t 
   store_sums<2, kStrips>(at, 2 * kTileBytes);
 }
 
-// All rows by a panel. `sums` has room for all strips, [strip][2] tiles.
-inline void multiply_panel(const TiledLinear& tiled, int64_t panel, const LeftTiles (&halves)[2], NextPanel& next,
-                           float* sums) {
+// The strips [begin, end) by a panel. `sums` has room for them, [strip][2] tiles.
+inline void multiply_panel(const TiledLinear& tiled, int64_t panel, const LeftTiles (&halves)[2], int64_t begin, int64_t end,
+                           NextPanel& next, float* sums) {
   const int64_t parts = tiles_in(tiled.tiles, kTilesOfPart), strip_bytes = tiled.tiles * kTileBytes;
   Results results{tiled, panel};
   for (int64_t part = 0, tile = 0; part < parts; part++) {
     const int64_t last = tile + (tiled.tiles - tile) / (parts - part);
-    for (int64_t strip = 0; strip < tiled.strips; strip += 2) {
-      float* block = sums + strip * 2 * kTileFloats;
-      const int64_t end = std::min(strip + 2, tiled.strips);
-      (end - strip == 2 ? multiply_tiles<2> : multiply_tiles<1>)(halves, tile, last, tiled.rows + strip * strip_bytes,
-                                                                 strip_bytes, block, results, next);
+    float* at = sums;
+    for (int64_t strip = begin; strip < end; strip += 2, at += 4 * kTileFloats) {
+      const bool both = strip + 1 < end;
+      (both ? multiply_tiles<2> : multiply_tiles<1>)(halves, tile, last, tiled.rows + strip * strip_bytes, strip_bytes, at,
+                                                     results, next);
       if (part + 1 < parts) continue;
       results.finish();
-      results.begin(strip, end, block);
+      results.begin(strip, strip + 1 + both, at);
       if (!tiled.layer.gate) results.finish();
     }
     tile = last;
@@ -208,9 +215,9 @@ inline void multiply_panel(const TiledLinear& tiled, int64_t panel, const LeftTi
 inline void multiply_in_tiles(const Linear& layer) {
   if (layer.num_rows == 0) return;
   const TiledLinear tiled{layer};
-  const int64_t panels = tiled.panels();
-  const int64_t of_task = layer.gate ? 2 : 1;  // panels, so that results are whole cache lines
-  std::atomic<int64_t> next_strip{0}, next_panel{0};
+  const int64_t panels = tiled.panels(), block = tiled.strips_of_block(), tasks = panels * tiles_in(tiled.strips, block);
+  const int64_t side_by_side = layer.gate ? 2 : 1;  // tasks of a thread, so that their results are whole cache lines
+  std::atomic<int64_t> next_strip{0}, next_task{0};
 #pragma omp parallel if (layer.num_rows * layer.in_features * layer.out_features >= kWorthThreads)
   {
     for (int64_t strip; (strip = next_strip++) < tiled.strips;) tiled.pack_strip(strip);
@@ -219,13 +226,14 @@ inline void multiply_in_tiles(const Linear& layer) {
     std::vector<uint16_t> copied[2];
     static thread_local Room room;
     float* sums;
-    room.divide({(tiled.strips + 1) * 2 * kTileFloats}, {&sums});
-    for (int64_t panel = next_panel.fetch_add(of_task), next; panel < panels; panel = next) {
-      next = (panel + 1) % of_task ? panel + 1 : next_panel.fetch_add(of_task);
+    room.divide({(block + 1) * 2 * kTileFloats}, {&sums});
+    for (int64_t task = next_task.fetch_add(side_by_side), next; task < tasks; task = next) {
+      next = (task + 1) % side_by_side ? task + 1 : next_task.fetch_add(side_by_side);
+      const int64_t panel = task % panels, begin = task / panels * block;
       const LeftTiles halves[] = {tiled.left_tiles(panel, 0, copied[0]), tiled.left_tiles(panel, 1, copied[1])};
       finish_writing();
-      NextPanel ahead(tiled, next);
-      multiply_panel(tiled, panel, halves, ahead, sums);
+      NextPanel ahead(tiled, next < tasks ? next % panels : panels);
+      multiply_panel(tiled, panel, halves, begin, std::min(begin + block, tiled.strips), ahead, sums);
     }
   }
 }
