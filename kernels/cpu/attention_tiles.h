@@ -3,61 +3,140 @@
 // Everything is computed transposed, so that keys and values are the left sides and are read where they lie: scores are
 // [keys][rows], and what has been weighed is [dims][rows]. A vector holds 16 rows, a strip: a softmax needs no sums across
 // it. Weights are rounded to bf16 for the product with the values.
+//
+// Strips lie on a grid over the rows of a task, and a run takes lanes of them. A step of the kernel is what a run has in a
+// strip. Its scores are computed before the softmax of the step before it, so that the tile unit has work meanwhile.
 
 namespace ISA {
 
 constexpr int kStrip = kTile;                     // rows of a vector
 constexpr int kChunks = kBlock / kTileDepth;      // parts of a block's keys that a left tile of values has
+constexpr int kSums = 4;                          // tiles of sums at once
 constexpr float kLog2E = 1.44269504088896341f;
+constexpr float kSlack = 8;                       // by so many powers of 2 weights may exceed 1
 
 inline Vec larger(Vec a, Vec b) { return (Vec)_mm512_max_ps((__m512)a, (__m512)b); }  // b if one is NaN
 
-// 2^x for x <= 0 within 3e-6 of it (a fit with 1 at 0); 0 below -126, where floats lose digits and processors time.
-inline Vec exp2_nonpositive(Vec x) {
-  const Vec round = all(12582912.0f);  // 1.5 * 2^23: adding it leaves the integer in the low bits
-  const Vec n = (x + round) - round, r = x - n;
-  Vec p = all(0.009582852944731712f);
-  p = p * r + 0.055906426161527634f;
-  p = p * r + 0.24024099111557007f;
-  p = p * r + 0.6931241750717163f;
+// 2^x within 1.1e-4 of it, 1/20 of what rounding to bf16 does (a fit that has 1 at 0 and 2 at 1); 0 below -126, where floats
+// lose digits and processors time.
+inline Vec exp2_of(Vec x) {
+  const Vec r = (Vec)_mm512_reduce_ps((__m512)x, _MM_FROUND_TO_NEG_INF);  // x - floor(x)
+  Vec p = all(0.07826797017231396f);
+  p = p * r + 0.22630768227869597f;
+  p = p * r + 0.6954243475489901f;
   p = p * r + 1.0f;
   const __mmask16 counts = _mm512_cmp_ps_mask((__m512)x, (__m512)all(-126), _CMP_NLE_UQ);  // NaN stays
-  return (Vec)_mm512_maskz_scalef_ps(counts, (__m512)p, (__m512)n);
+  return (Vec)_mm512_maskz_scalef_ps(counts, (__m512)p, (__m512)x);  // p * 2^floor(x)
+}
+
+// Adds to kLefts tiles of sums the products of as many left tiles, of which `left` gives the rows, with a right tile.
+template <int kLefts, typename Left>
+inline void add_products(Left left, int64_t stride, const void* right) {
+  _tile_loadd(4, right, kTileRowBytes);
+  _tile_loadd(5, left(0), stride);
+  _tile_dpbf16ps(0, 5, 4);
+  if constexpr (kLefts > 1) {
+    _tile_loadd(6, left(1), stride);
+    _tile_dpbf16ps(1, 6, 4);
+  }
+  if constexpr (kLefts > 2) {
+    _tile_loadd(7, left(2), stride);
+    _tile_dpbf16ps(2, 7, 4);
+  }
+  if constexpr (kLefts > 3) {
+    _tile_loadd(5, left(3), stride);
+    _tile_dpbf16ps(3, 5, 4);
+  }
+}
+
+template <int kTiles>
+inline void zero_sums() {
+  _tile_zero(0);
+  if constexpr (kTiles > 1) _tile_zero(1);
+  if constexpr (kTiles > 2) _tile_zero(2);
+  if constexpr (kTiles > 3) _tile_zero(3);
+}
+
+template <int kTiles>
+inline void load_sums(const float* from) {
+  _tile_loadd(0, from, kTileRowBytes);
+  if constexpr (kTiles > 1) _tile_loadd(1, from + kTileFloats, kTileRowBytes);
+  if constexpr (kTiles > 2) _tile_loadd(2, from + 2 * kTileFloats, kTileRowBytes);
+  if constexpr (kTiles > 3) _tile_loadd(3, from + 3 * kTileFloats, kTileRowBytes);
+}
+
+template <int kTiles>
+inline void store_sums(float* to) {
+  _tile_stored(0, to, kTileRowBytes);
+  if constexpr (kTiles > 1) _tile_stored(1, to + kTileFloats, kTileRowBytes);
+  if constexpr (kTiles > 2) _tile_stored(2, to + 2 * kTileFloats, kTileRowBytes);
+  if constexpr (kTiles > 3) _tile_stored(3, to + 3 * kTileFloats, kTileRowBytes);
+}
+
+// Calls `what` with a number of tiles from 1 to kSums as a constant.
+template <typename What>
+inline void with_tiles(int64_t count, What what) {
+  switch (count) {
+    case 1: return what(std::integral_constant<int, 1>());
+    case 2: return what(std::integral_constant<int, 2>());
+    case 3: return what(std::integral_constant<int, 3>());
+    default: return what(std::integral_constant<int, kSums>());
+  }
 }
 
 struct TileAttention : Task {
   using Setup = Tiles;
-  // Rows are (query, head) with the heads of a query side by side; there is a strip more than they need, as a run may begin
-  // at any of them.
+
+  // The keys of a block that some queries see.
+  struct Run {
+    int64_t block;
+    int first_group, last_group;  // of 16 keys; those outside are seen by none
+    LeftTiles keys[kGroups];
+    LeftTiles values[kChunks];
+  };
+  // What a run has in a strip, and its scores [kBlock][kStrip].
+  struct Step {
+    const Run* run;
+    int64_t strip;
+    __mmask16 lanes;
+    float* scores;
+  };
+
+  // Rows are (query, head) with the heads of a query side by side.
   struct Scratch {
-    float *query, *scores, *weights, *weighed, *out, *max, *sum, *factor, *from, *to, *keys, *values;
-    int64_t rows;  // between one number of a row and its next one
+    float *query;    // [strips][key_dim / 2][kStrip] pairs: right tiles
+    float *out;      // [strips][value_stride][kStrip]
+    float *max, *sum, *from, *to;             // [strips][kStrip]
+    float *scores, *keys, *values;            // of this step or run, and of the one before
+    float *weights, *weighed;
     Room room;
 
     void resize(int64_t num_rows, const Pages& pages) {
-      rows = (tiles_in(num_rows, kStrip) + 1) * kStrip;
-      const int64_t width = pages.value_stride;
-      room.divide({rows * pages.key_dim / 2, rows * kBlock, rows * kBlock / 2, rows * width, rows * width, rows, rows, rows,
-                   rows, rows, kBlock * pages.key_dim / 2, kBlock * width / 2},
-                  {&query, &scores, &weights, &weighed, &out, &max, &sum, &factor, &from, &to, &keys, &values});
-      std::fill_n(query, rows * pages.key_dim / 2, 0.0f);
+      const int64_t rows = tiles_in(num_rows, kStrip) * kStrip, width = pages.value_stride;
+      room.divide({rows * pages.key_dim / 2, rows * width, rows, rows, rows, rows, 2 * kBlock * kStrip,
+                   kBlock * pages.key_dim, kBlock * width, kBlock / 2 * kStrip, width * kStrip},
+                  {&query, &out, &max, &sum, &from, &to, &scores, &keys, &values, &weights, &weighed});
       std::fill_n(out, rows * width, 0.0f);
       std::fill_n(max, rows, -INFINITY);
       std::fill_n(sum, rows, 0.0f);
     }
   };
   Scratch& scratch;
+  Run runs[2];
+  Step pending = {};  // has scores and no more
+  bool odd_run = false, odd_step = false;
 
   void begin() {
     const int64_t rows = (last - first) * group;
     scratch.resize(rows, pages);
-    for (int64_t r = 0; r < scratch.rows; r++) {
-      const int64_t token = first + std::min(r / group, last - first - 1);
-      reinterpret_cast<int32_t*>(scratch.from)[r] = from(token);
-      reinterpret_cast<int32_t*>(scratch.to)[r] = to(token);
-    }
-    for (int64_t row = 0; row < rows; row += kStrip)
+    for (int64_t row = 0; row < rows; row += kStrip) {
+      for (int64_t r = row; r < row + kStrip; r++) {
+        const int64_t token = first + std::min(r / group, last - first - 1);
+        reinterpret_cast<int32_t*>(scratch.from)[r] = from(token);
+        reinterpret_cast<int32_t*>(scratch.to)[r] = to(token);
+      }
       for (int d = 0; d < pages.key_dim; d += kTileDepth) load_queries(row, std::min<int64_t>(kStrip, rows - row), d);
+    }
   }
 
   // 32 dims of the queries of a strip, as a right tile.
@@ -66,102 +145,187 @@ struct TileAttention : Task {
     for (int64_t r = 0; r < rows; r++)
       std::memcpy(&pairs[r], of<const uint16_t>(query, first + (row + r) / group, head * group + (row + r) % group) + dim,
                   kTileRowBytes);
-    pack_right_tile(pairs, scratch.query + dim / 2 * scratch.rows + row, scratch.rows * sizeof(float));
+    pack_right_tile(pairs, query_tile(row / kStrip, dim));
   }
+
+  float* query_tile(int64_t strip, int dim) const { return scratch.query + (strip * pages.key_dim + dim) / 2 * kStrip; }
+  float* out_of(int64_t strip) const { return scratch.out + strip * pages.value_stride * kStrip; }
 
   void attend_run(int64_t block, int64_t begin, int64_t end, int64_t lo, int64_t hi) {
-    const int64_t row = (begin - first) * group, rows = (end - begin) * group, strips = tiles_in(rows, kStrip);
-    const int first_group = (lo - block) / kTile, last_group = (hi - 1 - block) / kTile;
-    score_keys(begin, block, lo, hi, row, strips);
-    finish_writing();
-    for (int64_t s = 0; s < strips; s++)
-      softmax(block, first_group, last_group, row + s * kStrip, lanes_of(rows - s * kStrip), s);
-    weigh_values(begin, block, lo, hi, strips);
-    finish_writing();
-    for (int64_t s = 0; s < strips; s++) add_weighed(row + s * kStrip, lanes_of(rows - s * kStrip), s);
+    Run& run = runs[odd_run = !odd_run];
+    find(begin, block, lo, hi, run);
+    const int64_t row = (begin - first) * group, end_row = (end - first) * group;
+    for (int64_t strip = row / kStrip; strip * kStrip < end_row; strip++) {
+      odd_step = !odd_step;
+      const Step step = {&run, strip, lanes_of(row - strip * kStrip, end_row - strip * kStrip),
+                         scratch.scores + odd_step * kBlock * kStrip};
+      score_keys(step);
+      finish_pending();
+      pending = step;
+    }
   }
 
-  static __mmask16 lanes_of(int64_t rows) { return rows >= kStrip ? 0xffff : (1 << rows) - 1; }
-
-  // Scores of the rows of some strips with the groups of 16 keys that [lo, hi) is in; those with other keys are anything.
-  void score_keys(int64_t token, int64_t block, int64_t lo, int64_t hi, int64_t row, int64_t strips) {
-    LeftTiles keys[kGroups] = {};
-    const int first_group = (lo - block) / kTile, last_group = (hi - 1 - block) / kTile;
-    for (int g = first_group; g <= last_group; g++)
-      keys[g] = keys_of(token, block + g * kTile, std::max(lo, block + g * kTile), std::min(hi, block + (g + 1) * kTile));
-    finish_writing();
-    for (int64_t s = 0; s < strips; s += 2)
-      for (int g = first_group; g <= last_group; g += 2) {
-        const auto score = g < last_group ? (s + 1 < strips ? &TileAttention::score<2, 2> : &TileAttention::score<2, 1>)
-                                          : (s + 1 < strips ? &TileAttention::score<1, 2> : &TileAttention::score<1, 1>);
-        (this->*score)(keys + g, scratch.query + row + s * kStrip, scratch.scores + (s * kGroups + g) * kTileFloats);
-      }
+  void finish_pending() {
+    if (!pending.run) return;
+    softmax(pending);
+    weigh_values(pending);
   }
 
-  // The 16 keys from `begin` on, of which [lo, hi) are there.
+  // Lanes of a strip whose rows are in [begin, end), counted from its first.
+  static __mmask16 lanes_of(int64_t begin, int64_t end) {
+    const uint32_t below_end = end >= kStrip ? 0xffff : (1u << end) - 1;
+    return begin > 0 ? below_end >> begin << begin : below_end;
+  }
+
+  // Where the keys and values [lo, hi) of a block are.
+  void find(int64_t token, int64_t block, int64_t lo, int64_t hi, Run& run) const {
+    run.block = block;
+    run.first_group = (lo - block) / kTile;
+    run.last_group = (hi - 1 - block) / kTile;
+    for (int g = run.first_group; g <= run.last_group; g++) {
+      const int64_t begin = block + g * kTile;
+      run.keys[g] = keys_of(token, begin, std::max(lo, begin), std::min(hi, begin + kTile));
+    }
+    for (int c = run.first_group / 2; c <= run.last_group / 2; c++) {
+      const int64_t begin = block + c * kTileDepth;
+      run.values[c] = values_of(token, begin, std::max(lo, begin), std::min(hi, begin + kTileDepth));
+    }
+  }
+
+  // The 16 keys from `begin` on, of which [lo, hi) are there; the others are anything.
   LeftTiles keys_of(int64_t token, int64_t begin, int64_t lo, int64_t hi) const {
     const int64_t size = pages.page_size, bytes = pages.key_dim * sizeof(uint16_t);
     if (size % kTile == 0) return {key_page(token, lo) + begin % size * bytes, bytes};
-    char* copy = reinterpret_cast<char*>(scratch.keys) + begin % kBlock * bytes;
+    char* copy = reinterpret_cast<char*>(scratch.keys) + (odd_run * kBlock + begin % kBlock) * bytes;
     for (int64_t p = lo; p < hi; p++) std::memcpy(copy + (p - begin) * bytes, key_page(token, p) + p % size * bytes, bytes);
     return {copy, bytes};
   }
 
-  template <int kKeyTiles, int kStrips>
-  void score(const LeftTiles* keys, const float* query, float* scores) {
-    const int64_t stride = scratch.rows * sizeof(float);
-    const LeftTiles &low = keys[0], &high = keys[kKeyTiles - 1];
-    zero_sums<kKeyTiles, kStrips>();
-    for (int d = 0; d < pages.key_dim; d += kTileDepth, query += kTile * scratch.rows)
-      add_products<kKeyTiles, kStrips>(low.at(0, d), low.stride, high.at(0, d), high.stride, query, query + kStrip, stride);
-    store_sums<kKeyTiles, kStrips>(reinterpret_cast<char*>(scores), kGroups * kTileBytes);
+  // The chunk of values from `begin` on: where they lie if all are there, else copied, with zeros outside [lo, hi).
+  LeftTiles values_of(int64_t token, int64_t begin, int64_t lo, int64_t hi) const {
+    const int64_t size = pages.page_size, width = pages.value_stride;
+    if (size % kTileDepth == 0 && hi - lo == kTileDepth)
+      return {value_page(token, begin) + begin % size * sizeof(uint16_t), size * static_cast<int64_t>(sizeof(uint16_t))};
+    auto* copy = reinterpret_cast<uint16_t*>(scratch.values) + (odd_run * kBlock + begin % kBlock) * width;
+    if (size % kTile == 0)
+      join_halves(half_of(token, begin, lo, hi), half_of(token, begin + kTile, lo, hi), copy);
+    else
+      copy_values(token, begin, lo, hi, copy);
+    return {copy, kTileRowBytes};
   }
 
-  // Turns the scores of a strip into weights, a right tile for each chunk of keys; 0 for keys that a row does not see.
-  void softmax(int64_t block, int first_group, int last_group, int64_t row, __mmask16 lanes, int64_t strip) {
-    float* scores = scratch.scores + strip * kGroups * kTileFloats;
-    const int begin = first_group * kTile, end = (last_group + 1) * kTile;
-    if (scoring.softcap > 0) cap(scores + begin * kStrip, (end - begin) * kStrip);
-    const float scale = scoring.softcap > 0 ? kLog2E : scoring.scale * kLog2E;
-    const Vec before = load(scratch.max + row);
-    Vec most = all(-INFINITY);
-    VecInt from, to;
-    std::memcpy(&from, scratch.from + row, sizeof(from));
-    std::memcpy(&to, scratch.to + row, sizeof(to));
-    const int64_t all_from = _mm512_mask_reduce_max_epi32(lanes, (__m512i)from);
-    const int64_t all_to = _mm512_mask_reduce_min_epi32(lanes, (__m512i)to);
-    for (int g = first_group; g <= last_group; g++) {
-      const int32_t position = block + g * kTile;
-      const bool all_see = all_from <= position && position + kTile <= all_to;
-      float* at = scores + g * kTileFloats;
-      if (!all_see)
-        for (int i = 0; i < kTile; i++)
-          store(at + i * kStrip,
-                (from <= position + i) & (position + i < to) ? load(at + i * kStrip) : all(-INFINITY));
-      for (int i = 0; i < kTile; i++) most = larger(load(at + i * kStrip), most);
+  // Values of 16 keys that are in one page, of which `there` are to be read.
+  struct Half {
+    const uint16_t* values;
+    __mmask16 there;
+  };
+
+  Half half_of(int64_t token, int64_t begin, int64_t lo, int64_t hi) const {
+    lo = std::max(lo, begin), hi = std::min(hi, begin + kTile);
+    if (lo >= hi) return {nullptr, 0};
+    return {reinterpret_cast<const uint16_t*>(value_page(token, lo)) + begin % pages.page_size,
+            lanes_of(lo - begin, hi - begin)};
+  }
+
+  // Whole rows are written at once: a tile that is loaded soon after need not wait for them.
+  void join_halves(Half low, Half high, uint16_t* to) const {
+    for (int64_t d = 0; d < pages.value_stride; d++) {
+      const __m256i a = _mm256_maskz_loadu_epi16(low.there, low.values + d * pages.page_size);
+      const __m256i b = _mm256_maskz_loadu_epi16(high.there, high.values + d * pages.page_size);
+      _mm512_storeu_si512(to + d * kTileDepth, _mm512_inserti64x4(_mm512_castsi256_si512(a), b, 1));
     }
-    most = larger(most * scale, before);
+  }
+
+  void copy_values(int64_t token, int64_t begin, int64_t lo, int64_t hi, uint16_t* to) const {
+    const int64_t size = pages.page_size, width = pages.value_stride;
+    std::memset(to, 0, width * kTileRowBytes);
+    for (int64_t p = lo; p < hi; p++) {
+      const auto* from = reinterpret_cast<const uint16_t*>(value_page(token, p)) + p % size;
+      for (int64_t d = 0; d < width; d++) to[d * kTileDepth + p - begin] = from[d * size];
+    }
+  }
+
+  // Scores with the groups of keys that some query of the run sees.
+  void score_keys(const Step& step) {
+    const Run& run = *step.run;
+    finish_writing();
+    with_tiles(run.last_group - run.first_group + 1, [&](auto groups) {
+      const LeftTiles* keys = run.keys + run.first_group;
+      zero_sums<groups>();
+      for (int d = 0; d < pages.key_dim; d += kTileDepth)
+        add_products<groups>([&](int g) { return keys[g].at(0, d); }, keys->stride, query_tile(step.strip, d));
+      store_sums<groups>(step.scores + run.first_group * kTileFloats);
+    });
+  }
+
+  // Turns scores into weights, a right tile for each chunk of keys; 0 for keys that a row does not see.
+  void softmax(const Step& step) {
+    const int begin = step.run->first_group * kTile, end = (step.run->last_group + 1) * kTile;
+    if (scoring.softcap > 0) cap(step.scores + begin * kStrip, (end - begin) * kStrip);
+    const float scale = scoring.softcap > 0 ? kLog2E : scoring.scale * kLog2E;
+    hide_unseen(step);
+    raise_max(step, largest(step.scores + begin * kStrip, end - begin) * scale);
+    const Vec most = load(scratch.max + step.strip * kStrip);
 
     Vec even_sum = {}, odd_sum = {};
-    auto* weights = reinterpret_cast<char*>(scratch.weights) + strip * kChunks * kTileBytes;
+    auto* weights = reinterpret_cast<char*>(scratch.weights);
     for (int i = begin; i < end; i += 2) {
-      const Vec even = exp2_nonpositive(load(scores + i * kStrip) * scale - most);
-      const Vec odd = exp2_nonpositive(load(scores + (i + 1) * kStrip) * scale - most);
+      const Vec even = exp2_of(load(step.scores + i * kStrip) * scale - most);
+      const Vec odd = exp2_of(load(step.scores + (i + 1) * kStrip) * scale - most);
       even_sum = even_sum + even;
       odd_sum = odd_sum + odd;
       store_pairs(even, odd, weights + i / 2 * kTileRowBytes);
     }
-    if (first_group % 2) std::memset(weights + (begin - kTile) / 2 * kTileRowBytes, 0, kTileBytes / 2);
-    if (last_group % 2 == 0) std::memset(weights + end / 2 * kTileRowBytes, 0, kTileBytes / 2);
-    const Vec factor = exp2_nonpositive(before - most);  // 0 where there was nothing
-    store(scratch.factor + strip * kStrip, factor);
-    store_lanes(scratch.max + row, lanes, most);
-    store_lanes(scratch.sum + row, lanes, load(scratch.sum + row) * factor + (even_sum + odd_sum));
+    if (step.run->first_group % 2) std::memset(weights + (begin - kTile) / 2 * kTileRowBytes, 0, kTileBytes / 2);
+    if (step.run->last_group % 2 == 0) std::memset(weights + end / 2 * kTileRowBytes, 0, kTileBytes / 2);
+    float* sum = scratch.sum + step.strip * kStrip;
+    store_lanes(sum, step.lanes, load(sum) + (even_sum + odd_sum));
   }
 
   void cap(float* scores, int64_t count) const {
     for (int64_t i = 0; i < count; i++)
       scores[i] = scoring.softcap * std::tanh(scores[i] * scoring.scale / scoring.softcap);
+  }
+
+  // Scores of keys that are not for a row become -infinity, in the groups in which some row does not see all.
+  void hide_unseen(const Step& step) {
+    VecInt from, to;
+    std::memcpy(&from, scratch.from + step.strip * kStrip, sizeof(from));
+    std::memcpy(&to, scratch.to + step.strip * kStrip, sizeof(to));
+    for (int g = step.run->first_group; g <= step.run->last_group; g++) {
+      const VecInt position = static_cast<int32_t>(step.run->block + g * kTile) - VecInt{};
+      const __mmask16 see_all = _mm512_cmple_epi32_mask((__m512i)from, (__m512i)position) &
+                                _mm512_cmple_epi32_mask((__m512i)(position + kTile), (__m512i)to);
+      if ((see_all & step.lanes) == step.lanes) continue;
+      float* scores = step.scores + g * kTileFloats;
+      for (int i = 0; i < kTile; i++, scores += kStrip)
+        store(scores, (from <= position + i) & (position + i < to) ? load(scores) : all(-INFINITY));
+    }
+  }
+
+  // The largest of each lane of `count` vectors, a multiple of 4.
+  static Vec largest(const float* vectors, int count) {
+    Vec most[4] = {all(-INFINITY), all(-INFINITY), all(-INFINITY), all(-INFINITY)};
+    for (int i = 0; i < count; i += 4)
+#pragma GCC unroll 4
+      for (int j = 0; j < 4; j++) most[j] = larger(load(vectors + (i + j) * kStrip), most[j]);
+    return larger(larger(most[0], most[1]), larger(most[2], most[3]));
+  }
+
+  // What weights are relative to follows the largest score only where that has got ahead of it, and what the rows have is
+  // rescaled then: seldom after their first block.
+  void raise_max(const Step& step, Vec most) {
+    float *max = scratch.max + step.strip * kStrip, *sum = scratch.sum + step.strip * kStrip;
+    const Vec before = load(max);
+    const __mmask16 is_ahead =
+        _mm512_mask_cmp_ps_mask(step.lanes, (__m512)most, (__m512)(before + kSlack), _CMP_GT_OQ);
+    if (!is_ahead) return;
+    store_lanes(max, is_ahead, most);
+    if (!_mm512_mask_cmp_ps_mask(is_ahead, (__m512)before, (__m512)all(-INFINITY), _CMP_GT_OQ)) return;  // they have nothing
+    const Vec factor = (Vec)_mm512_mask_blend_ps(is_ahead, (__m512)all(1), (__m512)exp2_of(before - most));
+    store(sum, load(sum) * factor);
+    float* out = out_of(step.strip);
+    for (int d = 0; d < pages.value_stride; d++) store(out + d * kStrip, load(out + d * kStrip) * factor);
   }
 
   // Two numbers of each lane, rounded, side by side.
@@ -174,69 +338,28 @@ struct TileAttention : Task {
 
   static void store_lanes(float* to, __mmask16 lanes, Vec value) { _mm512_mask_storeu_ps(to, lanes, (__m512)value); }
 
-  // The values of the keys [lo, hi) by the weights, for each strip [value_stride][kStrip].
-  void weigh_values(int64_t token, int64_t block, int64_t lo, int64_t hi, int64_t strips) {
-    LeftTiles values[kChunks] = {};
-    const int first_chunk = (lo - block) / kTileDepth, last_chunk = (hi - 1 - block) / kTileDepth;
-    for (int c = first_chunk; c <= last_chunk; c++) {
-      const int64_t begin = block + c * kTileDepth;
-      values[c] = values_of(token, begin, std::max(lo, begin), std::min(hi, begin + kTileDepth));
-    }
+  // Adds the values by the weights to what the rows have. Other rows of the strip must not be touched: the values may be no
+  // numbers.
+  void weigh_values(const Step& step) {
+    const bool is_whole = step.lanes == 0xffff;
+    float *out = out_of(step.strip), *to = is_whole ? out : scratch.weighed;
     finish_writing();
-    const int64_t tiles = pages.value_stride / kTile;
-    for (int64_t s = 0; s < strips; s += 2)
-      for (int64_t d = 0; d < tiles; d += 2) {
-        const auto weigh = d + 1 < tiles ? (s + 1 < strips ? &TileAttention::weigh<2, 2> : &TileAttention::weigh<2, 1>)
-                                         : (s + 1 < strips ? &TileAttention::weigh<1, 2> : &TileAttention::weigh<1, 1>);
-        (this->*weigh)(values, first_chunk, last_chunk, d * kTile, s);
-      }
-  }
-
-  // The chunk of values from `begin` on: where they lie if all are there, else copied, with zeros outside [lo, hi).
-  LeftTiles values_of(int64_t token, int64_t begin, int64_t lo, int64_t hi) const {
-    const int64_t size = pages.page_size, width = pages.value_stride;
-    if (size % kTileDepth == 0 && hi - lo == kTileDepth)
-      return {value_page(token, begin) + begin % size * sizeof(uint16_t), size * static_cast<int64_t>(sizeof(uint16_t))};
-    auto* copy = reinterpret_cast<uint16_t*>(scratch.values) + begin % kBlock / kTileDepth * width * kTileDepth;
-    if (hi - lo < kTileDepth) std::memset(copy, 0, width * kTileRowBytes);
-    for (int64_t p = lo; p < hi;) {
-      const int64_t stop = std::min(hi, (p / size + 1) * size), count = stop - p;
-      const auto* from = reinterpret_cast<const uint16_t*>(value_page(token, p)) + p % size;
-      uint16_t* to = copy + p - begin;
-      const __mmask32 there = count == kTileDepth ? ~0u : (1u << count) - 1;
-      if (count == kTile)
-        for (int64_t d = 0; d < width; d++) std::memcpy(to + d * kTileDepth, from + d * size, kTileRowBytes / 2);
-      else
-        for (int64_t d = 0; d < width; d++)
-          _mm512_mask_storeu_epi16(to + d * kTileDepth, there, _mm512_maskz_loadu_epi16(there, from + d * size));
-      p = stop;
-    }
-    return {copy, kTileRowBytes};
-  }
-
-  template <int kDimTiles, int kStrips>
-  void weigh(const LeftTiles* values, int first_chunk, int last_chunk, int64_t dim, int64_t strip) {
-    const int64_t strip_bytes = pages.value_stride * kStrip * sizeof(float);
-    char* at = reinterpret_cast<char*>(scratch.weighed) + strip * strip_bytes + dim * kTileRowBytes;
-    const char* weights = reinterpret_cast<const char*>(scratch.weights) + strip * kChunks * kTileBytes;
-    zero_sums<kDimTiles, kStrips>();
-    for (int c = first_chunk; c <= last_chunk; c++)
-      add_products<kDimTiles, kStrips>(values[c].at(dim, 0), values[c].stride, values[c].at(dim + kTile, 0),
-                                       values[c].stride, weights + c * kTileBytes, weights + (kChunks + c) * kTileBytes,
-                                       kTileRowBytes);
-    store_sums<kDimTiles, kStrips>(at, strip_bytes);
-  }
-
-  // Rescales what the rows of a strip have, and adds what was weighed.
-  void add_weighed(int64_t row, __mmask16 lanes, int64_t strip) {
-    const Vec factor = load(scratch.factor + strip * kStrip);
-    const float* weighed = scratch.weighed + strip * pages.value_stride * kStrip;
-    float* out = scratch.out + row;
-    for (int d = 0; d < pages.value_stride; d++, out += scratch.rows, weighed += kStrip)
-      store_lanes(out, lanes, load(out) * factor + load(weighed));
+    for (int64_t d = 0; d < pages.value_stride; d += kSums * kTile)
+      with_tiles((pages.value_stride - d) / kTile, [&](auto tiles) {
+        load_sums<tiles>(out + d * kStrip);
+        for (int c = step.run->first_group / 2; c <= step.run->last_group / 2; c++) {
+          const LeftTiles& values = step.run->values[c];
+          add_products<tiles>([&](int i) { return values.at(d + i * kTile, 0); }, values.stride,
+                              scratch.weights + c * kTileFloats);
+        }
+        store_sums<tiles>(to + d * kStrip);
+      });
+    if (is_whole) return;
+    for (int64_t d = 0; d < pages.value_stride; d++) store_lanes(out + d * kStrip, step.lanes, load(to + d * kStrip));
   }
 
   void finish() {
+    finish_pending();
     const int64_t rows = (last - first) * group;
     for (int64_t row = 0; row < rows; row += kStrip) {
       const Vec scale = 1 / total(row);
@@ -244,25 +367,24 @@ struct TileAttention : Task {
     }
   }
 
-  // The sums of a strip, with the sinks. What was weighed is rescaled if a sink is larger than all scores.
+  // The sums of a strip, with the sinks. What was weighed is rescaled if a sink is larger than what weights are relative to.
   Vec total(int64_t row) {
     const Vec sum = load(scratch.sum + row), most = load(scratch.max + row);
     if (!scoring.sinks) return sum;
     Vec sink;
     for (int lane = 0; lane < kStrip; lane++) sink[lane] = scoring.sinks[head * group + (row + lane) % group] * kLog2E;
-    const Vec largest = larger(sink, most), factor = exp2_nonpositive(most - largest);
-    for (int d = 0; d < pages.value_stride; d++) {
-      float* out = scratch.out + d * scratch.rows + row;
-      store(out, load(out) * factor);
-    }
-    return sum * factor + exp2_nonpositive(sink - largest);
+    const Vec largest = larger(sink, most), factor = exp2_of(most - largest);
+    float* out = out_of(row / kStrip);
+    for (int d = 0; d < pages.value_stride; d++) store(out + d * kStrip, load(out + d * kStrip) * factor);
+    return sum * factor + exp2_of(sink - largest);
   }
 
   // 16 dims of the results of a strip.
   void store_results(int64_t row, int64_t rows, int dim, Vec scale) {
     Vec square[kTile];
+    const float* from = out_of(row / kStrip) + dim * kStrip;
 #pragma GCC unroll 16
-    for (int d = 0; d < kTile; d++) square[d] = load(scratch.out + (dim + d) * scratch.rows + row) * scale;
+    for (int d = 0; d < kTile; d++) square[d] = load(from + d * kStrip) * scale;
     transpose(square);
     const int count = std::min(kTile, pages.value_dim - dim);
     for (int64_t r = 0; r < rows; r++) {
