@@ -229,10 +229,12 @@ struct TileAttention : Task {
 
   // Whole rows are written at once: a tile that is loaded soon after need not wait for them.
   void join_halves(Half low, Half high, uint16_t* to) const {
-    for (int64_t d = 0; d < pages.value_stride; d++) {
-      const __m256i a = _mm256_maskz_loadu_epi16(low.there, low.values + d * pages.page_size);
-      const __m256i b = _mm256_maskz_loadu_epi16(high.there, high.values + d * pages.page_size);
-      _mm512_storeu_si512(to + d * kTileDepth, _mm512_inserti64x4(_mm512_castsi256_si512(a), b, 1));
+    const int64_t size = pages.page_size, width = pages.value_stride;
+#pragma GCC unroll 8
+    for (int64_t d = 0; d < width; d++) {
+      const __m256i a = _mm256_maskz_loadu_epi16(low.there, low.values + d * size);
+      const __m256i b = _mm256_maskz_loadu_epi16(high.there, high.values + d * size);
+      _mm512_store_si512(to + d * kTileDepth, _mm512_inserti64x4(_mm512_castsi256_si512(a), b, 1));
     }
   }
 
@@ -342,10 +344,11 @@ struct TileAttention : Task {
   // numbers.
   void weigh_values(const Step& step) {
     const bool is_whole = step.lanes == 0xffff;
+    const int64_t width = pages.value_stride;
     float *out = out_of(step.strip), *to = is_whole ? out : scratch.weighed;
     finish_writing();
-    for (int64_t d = 0; d < pages.value_stride; d += kSums * kTile)
-      with_tiles((pages.value_stride - d) / kTile, [&](auto tiles) {
+    for (int64_t d = 0; d < width; d += kSums * kTile)
+      with_tiles((width - d) / kTile, [&](auto tiles) {
         load_sums<tiles>(out + d * kStrip);
         for (int c = step.run->first_group / 2; c <= step.run->last_group / 2; c++) {
           const LeftTiles& values = step.run->values[c];
@@ -355,7 +358,8 @@ struct TileAttention : Task {
         store_sums<tiles>(to + d * kStrip);
       });
     if (is_whole) return;
-    for (int64_t d = 0; d < pages.value_stride; d++) store_lanes(out + d * kStrip, step.lanes, load(to + d * kStrip));
+#pragma GCC unroll 8
+    for (int64_t d = 0; d < width; d++) store_lanes(out + d * kStrip, step.lanes, load(to + d * kStrip));
   }
 
   void finish() {
