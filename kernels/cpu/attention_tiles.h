@@ -4,21 +4,22 @@
 // [keys][rows], and what has been weighed is [dims][rows]. A vector holds 16 rows, a strip: a softmax needs no sums across
 // it. Weights are rounded to bf16 for the product with the values.
 //
-// Strips lie on a grid over the rows of a task, and a run takes lanes of them. A step of the kernel is what a run has in a
-// strip. Its scores are computed before the softmax of the step before it, so that the tile unit has work meanwhile.
+// Strips lie on a grid over the rows of a task, and a step of the kernel is a strip x a block: scores, softmax, what is
+// weighed. All that it needs stays in L1. A step has several runs where rows share nothing: softmax is done once for them.
 
 namespace ISA {
 
 constexpr int kStrip = kTile;                     // rows of a vector
 constexpr int kChunks = kBlock / kTileDepth;      // parts of a block's keys that a left tile of values has
+constexpr __mmask16 kAllLanes = 0xffff;
 constexpr int kSums = 4;                          // tiles of sums at once
 constexpr float kLog2E = 1.44269504088896341f;
 constexpr float kSlack = 8;                       // by so many powers of 2 weights may exceed 1
 
 inline Vec larger(Vec a, Vec b) { return (Vec)_mm512_max_ps((__m512)a, (__m512)b); }  // b if one is NaN
 
-// 2^x within 1.1e-4 of it, 1/20 of what rounding to bf16 does (a fit that has 1 at 0 and 2 at 1); 0 below -126, where floats
-// lose digits and processors time.
+// 2^x within 1.1e-4 of it, 1/20 of what rounding to bf16 does (a fit that has 1 at 0 and 2 at 1); 0 below -126, where
+// floats lose digits and processors time.
 inline Vec exp2_of(Vec x) {
   const Vec r = (Vec)_mm512_reduce_ps((__m512)x, _MM_FROUND_TO_NEG_INF);  // x - floor(x)
   Vec p = all(0.07826797017231396f);
@@ -49,14 +50,7 @@ inline void add_products(Left left, int64_t stride, const void* right) {
   }
 }
 
-template <int kTiles>
-inline void zero_sums() {
-  _tile_zero(0);
-  if constexpr (kTiles > 1) _tile_zero(1);
-  if constexpr (kTiles > 2) _tile_zero(2);
-  if constexpr (kTiles > 3) _tile_zero(3);
-}
-
+// Sums of kTiles tiles that lie one after the other.
 template <int kTiles>
 inline void load_sums(const float* from) {
   _tile_loadd(0, from, kTileRowBytes);
@@ -87,44 +81,52 @@ inline void with_tiles(int64_t count, What what) {
 struct TileAttention : Task {
   using Setup = Tiles;
 
-  // The keys of a block that some queries see.
+  // The keys [lo, hi) of a block that some queries see, of which `token` is the first.
   struct Run {
-    int64_t block;
-    int first_group, last_group;  // of 16 keys; those outside are seen by none
-    LeftTiles keys[kGroups];
-    LeftTiles values[kChunks];
+    int64_t token = -1, block = 0, lo = 0, hi = 0;
+    int first_group() const { return (lo - block) / kTile; }
+    int last_group() const { return (hi - 1 - block) / kTile; }
   };
-  // What a run has in a strip, and its scores [kBlock][kStrip].
-  struct Step {
-    const Run* run;
-    int64_t strip;
+  // What a run has of a strip.
+  struct Part {
+    Run run;
     __mmask16 lanes;
-    float* scores;
+  };
+  struct Step {
+    Run run;          // all of its runs
+    __mmask16 lanes;  // of all
+    int64_t strip;
+    float* scores;    // [kBlock][kStrip]
+    int count;        // of parts; 0 when it is done
+    Part parts[kStrip];
+  };
+  struct Values {
+    Run run;
+    LeftTiles chunks[kChunks];
   };
 
   // Rows are (query, head) with the heads of a query side by side.
   struct Scratch {
-    float *query;    // [strips][key_dim / 2][kStrip] pairs: right tiles
-    float *out;      // [strips][value_stride][kStrip]
-    float *max, *sum, *from, *to;             // [strips][kStrip]
-    float *scores, *keys, *values;            // of this step or run, and of the one before
-    float *weights, *weighed;
+    float *query, *out;             // [strips][key_dim / 2][kStrip] pairs; [strips][value_stride][kStrip]
+    float *max, *sum, *from, *to;   // [strips][kStrip]
+    float *scores, *part_scores, *weights, *weighed, *weighed_parts, *keys, *values;
     Room room;
 
     void resize(int64_t num_rows, const Pages& pages) {
       const int64_t rows = tiles_in(num_rows, kStrip) * kStrip, width = pages.value_stride;
-      room.divide({rows * pages.key_dim / 2, rows * width, rows, rows, rows, rows, 2 * kBlock * kStrip,
-                   kBlock * pages.key_dim, kBlock * width, kBlock / 2 * kStrip, width * kStrip},
-                  {&query, &out, &max, &sum, &from, &to, &scores, &keys, &values, &weights, &weighed});
+      room.divide({rows * pages.key_dim / 2, rows * width, rows, rows, rows, rows, 2 * kBlock * kStrip, kBlock * kStrip,
+                   kBlock * kStrip / 2, width * kStrip, width * kStrip, kBlock * pages.key_dim / 2, kBlock * width},
+                  {&query, &out, &max, &sum, &from, &to, &scores, &part_scores, &weights, &weighed, &weighed_parts, &keys,
+                   &values});
       std::fill_n(out, rows * width, 0.0f);
       std::fill_n(max, rows, -INFINITY);
       std::fill_n(sum, rows, 0.0f);
     }
   };
   Scratch& scratch;
-  Run runs[2];
-  Step pending = {};  // has scores and no more
-  bool odd_run = false, odd_step = false;
+  Step steps[2] = {};     // the last one has scores and no more
+  Values values[2] = {};  // of the last two runs that were weighed
+  bool last_step = false, last_values = false;
 
   void begin() {
     const int64_t rows = (last - first) * group;
@@ -152,51 +154,69 @@ struct TileAttention : Task {
   float* out_of(int64_t strip) const { return scratch.out + strip * pages.value_stride * kStrip; }
 
   void attend_run(int64_t block, int64_t begin, int64_t end, int64_t lo, int64_t hi) {
-    Run& run = runs[odd_run = !odd_run];
-    find(begin, block, lo, hi, run);
+    const Run run = {begin, block, lo, hi};
+    LeftTiles keys[kGroups];
+    find_keys(run, keys);
     const int64_t row = (begin - first) * group, end_row = (end - first) * group;
     for (int64_t strip = row / kStrip; strip * kStrip < end_row; strip++) {
-      odd_step = !odd_step;
-      const Step step = {&run, strip, lanes_of(row - strip * kStrip, end_row - strip * kStrip),
-                         scratch.scores + odd_step * kBlock * kStrip};
-      score_keys(step);
-      finish_pending();
-      pending = step;
+      const Part part = {run, lanes_of(row - strip * kStrip, end_row - strip * kStrip)};
+      const Step& step = steps[last_step];
+      if (step.count && step.run.block == block && step.strip == strip)
+        join_step(part, keys);
+      else
+        begin_step(part, strip, keys);
     }
   }
 
-  void finish_pending() {
-    if (!pending.run) return;
-    softmax(pending);
-    weigh_values(pending);
+  // The products of a step are where those of the next one begin: away from the softmax that writes what they read.
+  void begin_step(const Part& part, int64_t strip, const LeftTiles* keys) {
+    Step& before = steps[last_step];
+    if (before.count) softmax(before);
+    last_step = !last_step;
+    float* scores = scratch.scores + last_step * kBlock * kStrip;
+    steps[last_step] = {part.run, part.lanes, strip, scores, 1, {part}};
+    score_keys(keys, part.run, strip, scores);
+    if (before.count) weigh(before);
+  }
+
+  void join_step(const Part& part, const LeftTiles* keys) {
+    Step& step = steps[last_step];
+    score_keys(keys, part.run, step.strip, scratch.part_scores);
+    for (int i = part.run.first_group() * kTile; i < (part.run.last_group() + 1) * kTile; i++)
+      store_lanes(step.scores + i * kStrip, part.lanes, load(scratch.part_scores + i * kStrip));
+    step.run.lo = std::min(step.run.lo, part.run.lo);
+    step.run.hi = std::max(step.run.hi, part.run.hi);
+    step.lanes |= part.lanes;
+    step.parts[step.count++] = part;
   }
 
   // Lanes of a strip whose rows are in [begin, end), counted from its first.
   static __mmask16 lanes_of(int64_t begin, int64_t end) {
-    const uint32_t below_end = end >= kStrip ? 0xffff : (1u << end) - 1;
+    const uint32_t below_end = end >= kStrip ? kAllLanes : (1u << end) - 1;
     return begin > 0 ? below_end >> begin << begin : below_end;
   }
 
-  // Where the keys and values [lo, hi) of a block are.
-  void find(int64_t token, int64_t block, int64_t lo, int64_t hi, Run& run) const {
-    run.block = block;
-    run.first_group = (lo - block) / kTile;
-    run.last_group = (hi - 1 - block) / kTile;
-    for (int g = run.first_group; g <= run.last_group; g++) {
-      const int64_t begin = block + g * kTile;
-      run.keys[g] = keys_of(token, begin, std::max(lo, begin), std::min(hi, begin + kTile));
-    }
-    for (int c = run.first_group / 2; c <= run.last_group / 2; c++) {
-      const int64_t begin = block + c * kTileDepth;
-      run.values[c] = values_of(token, begin, std::max(lo, begin), std::min(hi, begin + kTileDepth));
-    }
+  void find_keys(const Run& run, LeftTiles* keys) const {
+    for (int64_t begin = run.lo / kTile * kTile; begin < run.hi; begin += kTile)
+      keys[begin % kBlock / kTile] = keys_of(run.token, begin, std::max(run.lo, begin), std::min(run.hi, begin + kTile));
+  }
+
+  const LeftTiles* find_values(const Run& run) {
+    const Run& there = values[last_values].run;
+    if (there.token == run.token && there.block == run.block) return values[last_values].chunks;
+    last_values = !last_values;
+    values[last_values].run = run;
+    for (int64_t begin = run.lo / kTileDepth * kTileDepth; begin < run.hi; begin += kTileDepth)
+      values[last_values].chunks[begin % kBlock / kTileDepth] =
+          values_of(run.token, begin, std::max(run.lo, begin), std::min(run.hi, begin + kTileDepth));
+    return values[last_values].chunks;
   }
 
   // The 16 keys from `begin` on, of which [lo, hi) are there; the others are anything.
   LeftTiles keys_of(int64_t token, int64_t begin, int64_t lo, int64_t hi) const {
     const int64_t size = pages.page_size, bytes = pages.key_dim * sizeof(uint16_t);
     if (size % kTile == 0) return {key_page(token, lo) + begin % size * bytes, bytes};
-    char* copy = reinterpret_cast<char*>(scratch.keys) + (odd_run * kBlock + begin % kBlock) * bytes;
+    char* copy = reinterpret_cast<char*>(scratch.keys) + begin % kBlock * bytes;
     for (int64_t p = lo; p < hi; p++) std::memcpy(copy + (p - begin) * bytes, key_page(token, p) + p % size * bytes, bytes);
     return {copy, bytes};
   }
@@ -206,63 +226,39 @@ struct TileAttention : Task {
     const int64_t size = pages.page_size, width = pages.value_stride;
     if (size % kTileDepth == 0 && hi - lo == kTileDepth)
       return {value_page(token, begin) + begin % size * sizeof(uint16_t), size * static_cast<int64_t>(sizeof(uint16_t))};
-    auto* copy = reinterpret_cast<uint16_t*>(scratch.values) + (odd_run * kBlock + begin % kBlock) * width;
-    if (size % kTile == 0)
-      join_halves(half_of(token, begin, lo, hi), half_of(token, begin + kTile, lo, hi), copy);
-    else
-      copy_values(token, begin, lo, hi, copy);
+    auto* copy = reinterpret_cast<uint16_t*>(scratch.values) + (last_values * kBlock + begin % kBlock) * width;
+    if (hi - lo < kTileDepth) std::memset(copy, 0, width * kTileRowBytes);
+    for (int64_t p = lo; p < hi;) {
+      const int64_t stop = std::min(hi, (p / size + 1) * size), count = stop - p;
+      const auto* from = reinterpret_cast<const uint16_t*>(value_page(token, p)) + p % size;
+      uint16_t* to = copy + p - begin;
+      const __mmask32 there = count == kTileDepth ? ~0u : (1u << count) - 1;
+      if (count == kTile)
+        for (int64_t d = 0; d < width; d++) std::memcpy(to + d * kTileDepth, from + d * size, kTileRowBytes / 2);
+      else
+        for (int64_t d = 0; d < width; d++)
+          _mm512_mask_storeu_epi16(to + d * kTileDepth, there, _mm512_maskz_loadu_epi16(there, from + d * size));
+      p = stop;
+    }
     return {copy, kTileRowBytes};
   }
 
-  // Values of 16 keys that are in one page, of which `there` are to be read.
-  struct Half {
-    const uint16_t* values;
-    __mmask16 there;
-  };
-
-  Half half_of(int64_t token, int64_t begin, int64_t lo, int64_t hi) const {
-    lo = std::max(lo, begin), hi = std::min(hi, begin + kTile);
-    if (lo >= hi) return {nullptr, 0};
-    return {reinterpret_cast<const uint16_t*>(value_page(token, lo)) + begin % pages.page_size,
-            lanes_of(lo - begin, hi - begin)};
-  }
-
-  // Whole rows are written at once: a tile that is loaded soon after need not wait for them.
-  void join_halves(Half low, Half high, uint16_t* to) const {
-    const int64_t size = pages.page_size, width = pages.value_stride;
-#pragma GCC unroll 8
-    for (int64_t d = 0; d < width; d++) {
-      const __m256i a = _mm256_maskz_loadu_epi16(low.there, low.values + d * size);
-      const __m256i b = _mm256_maskz_loadu_epi16(high.there, high.values + d * size);
-      _mm512_store_si512(to + d * kTileDepth, _mm512_inserti64x4(_mm512_castsi256_si512(a), b, 1));
-    }
-  }
-
-  void copy_values(int64_t token, int64_t begin, int64_t lo, int64_t hi, uint16_t* to) const {
-    const int64_t size = pages.page_size, width = pages.value_stride;
-    std::memset(to, 0, width * kTileRowBytes);
-    for (int64_t p = lo; p < hi; p++) {
-      const auto* from = reinterpret_cast<const uint16_t*>(value_page(token, p)) + p % size;
-      for (int64_t d = 0; d < width; d++) to[d * kTileDepth + p - begin] = from[d * size];
-    }
-  }
-
-  // Scores with the groups of keys that some query of the run sees.
-  void score_keys(const Step& step) {
-    const Run& run = *step.run;
+  // Scores of a strip with the groups of keys that a run sees.
+  void score_keys(const LeftTiles* keys, const Run& run, int64_t strip, float* scores) {
+    const int first_group = run.first_group();
     finish_writing();
-    with_tiles(run.last_group - run.first_group + 1, [&](auto groups) {
-      const LeftTiles* keys = run.keys + run.first_group;
-      zero_sums<groups>();
+    with_tiles(run.last_group() - first_group + 1, [&](auto groups) {
+      zero_sums<2, 2>();
       for (int d = 0; d < pages.key_dim; d += kTileDepth)
-        add_products<groups>([&](int g) { return keys[g].at(0, d); }, keys->stride, query_tile(step.strip, d));
-      store_sums<groups>(step.scores + run.first_group * kTileFloats);
+        add_products<groups>([&](int g) { return keys[first_group + g].at(0, d); }, keys[first_group].stride,
+                             query_tile(strip, d));
+      store_sums<groups>(scores + first_group * kTileFloats);
     });
   }
 
   // Turns scores into weights, a right tile for each chunk of keys; 0 for keys that a row does not see.
   void softmax(const Step& step) {
-    const int begin = step.run->first_group * kTile, end = (step.run->last_group + 1) * kTile;
+    const int begin = step.run.first_group() * kTile, end = (step.run.last_group() + 1) * kTile;
     if (scoring.softcap > 0) cap(step.scores + begin * kStrip, (end - begin) * kStrip);
     const float scale = scoring.softcap > 0 ? kLog2E : scoring.scale * kLog2E;
     hide_unseen(step);
@@ -270,16 +266,15 @@ struct TileAttention : Task {
     const Vec most = load(scratch.max + step.strip * kStrip);
 
     Vec even_sum = {}, odd_sum = {};
-    auto* weights = reinterpret_cast<char*>(scratch.weights);
     for (int i = begin; i < end; i += 2) {
       const Vec even = exp2_of(load(step.scores + i * kStrip) * scale - most);
       const Vec odd = exp2_of(load(step.scores + (i + 1) * kStrip) * scale - most);
       even_sum = even_sum + even;
       odd_sum = odd_sum + odd;
-      store_pairs(even, odd, weights + i / 2 * kTileRowBytes);
+      store_pairs(even, odd, scratch.weights + i / 2 * kStrip);
     }
-    if (step.run->first_group % 2) std::memset(weights + (begin - kTile) / 2 * kTileRowBytes, 0, kTileBytes / 2);
-    if (step.run->last_group % 2 == 0) std::memset(weights + end / 2 * kTileRowBytes, 0, kTileBytes / 2);
+    if (step.run.first_group() % 2) std::fill_n(scratch.weights + (begin - kTile) / 2 * kStrip, kTileFloats / 2, 0.0f);
+    if (step.run.last_group() % 2 == 0) std::fill_n(scratch.weights + end / 2 * kStrip, kTileFloats / 2, 0.0f);
     float* sum = scratch.sum + step.strip * kStrip;
     store_lanes(sum, step.lanes, load(sum) + (even_sum + odd_sum));
   }
@@ -294,8 +289,8 @@ struct TileAttention : Task {
     VecInt from, to;
     std::memcpy(&from, scratch.from + step.strip * kStrip, sizeof(from));
     std::memcpy(&to, scratch.to + step.strip * kStrip, sizeof(to));
-    for (int g = step.run->first_group; g <= step.run->last_group; g++) {
-      const VecInt position = static_cast<int32_t>(step.run->block + g * kTile) - VecInt{};
+    for (int g = step.run.first_group(); g <= step.run.last_group(); g++) {
+      const VecInt position = static_cast<int32_t>(step.run.block + g * kTile) - VecInt{};
       const __mmask16 see_all = _mm512_cmple_epi32_mask((__m512i)from, (__m512i)position) &
                                 _mm512_cmple_epi32_mask((__m512i)(position + kTile), (__m512i)to);
       if ((see_all & step.lanes) == step.lanes) continue;
@@ -314,16 +309,16 @@ struct TileAttention : Task {
     return larger(larger(most[0], most[1]), larger(most[2], most[3]));
   }
 
-  // What weights are relative to follows the largest score only where that has got ahead of it, and what the rows have is
-  // rescaled then: seldom after their first block.
+  // What weights are relative to follows a row's largest score only where that is far ahead of it. What the row has is
+  // rescaled then: seldom after its first block, and elsewhere the factor is 1, so that bits do not depend on other rows.
   void raise_max(const Step& step, Vec most) {
     float *max = scratch.max + step.strip * kStrip, *sum = scratch.sum + step.strip * kStrip;
     const Vec before = load(max);
-    const __mmask16 is_ahead =
-        _mm512_mask_cmp_ps_mask(step.lanes, (__m512)most, (__m512)(before + kSlack), _CMP_GT_OQ);
+    const __mmask16 is_ahead = _mm512_mask_cmp_ps_mask(step.lanes, (__m512)most, (__m512)(before + kSlack), _CMP_GT_OQ);
     if (!is_ahead) return;
     store_lanes(max, is_ahead, most);
-    if (!_mm512_mask_cmp_ps_mask(is_ahead, (__m512)before, (__m512)all(-INFINITY), _CMP_GT_OQ)) return;  // they have nothing
+    const __mmask16 have = _mm512_mask_cmp_ps_mask(is_ahead, (__m512)before, (__m512)all(-INFINITY), _CMP_GT_OQ);
+    if (!have) return;  // at their first block, usually
     const Vec factor = (Vec)_mm512_mask_blend_ps(is_ahead, (__m512)all(1), (__m512)exp2_of(before - most));
     store(sum, load(sum) * factor);
     float* out = out_of(step.strip);
@@ -340,30 +335,46 @@ struct TileAttention : Task {
 
   static void store_lanes(float* to, __mmask16 lanes, Vec value) { _mm512_mask_storeu_ps(to, lanes, (__m512)value); }
 
-  // Adds the values by the weights to what the rows have. Other rows of the strip must not be touched: the values may be no
-  // numbers.
-  void weigh_values(const Step& step) {
-    const bool is_whole = step.lanes == 0xffff;
+  // Adds the values by the weights to what the rows have. Values are copied a part ahead: a tile that is loaded soon after
+  // it was written waits.
+  void weigh(Step& step) {
+    const LeftTiles* next = find_values(step.parts[0].run);
+    for (int i = 0; i < step.count; i++) {
+      const LeftTiles* values = next;
+      if (i + 1 < step.count) next = find_values(step.parts[i + 1].run);
+      weigh_values(step.parts[i], step.strip, values);
+    }
+    if (step.parts[0].lanes != kAllLanes) copy_lanes(step.lanes, scratch.weighed_parts, out_of(step.strip));
+    step.count = 0;
+  }
+
+  // A part must leave the other rows of a strip alone: its values may be no numbers. So what it gives goes elsewhere.
+  void weigh_values(const Part& part, int64_t strip, const LeftTiles* values) {
+    const Run& run = part.run;
+    const bool is_whole = part.lanes == kAllLanes;
     const int64_t width = pages.value_stride;
-    float *out = out_of(step.strip), *to = is_whole ? out : scratch.weighed;
+    float *out = out_of(strip), *to = is_whole ? out : scratch.weighed;
     finish_writing();
     for (int64_t d = 0; d < width; d += kSums * kTile)
       with_tiles((width - d) / kTile, [&](auto tiles) {
         load_sums<tiles>(out + d * kStrip);
-        for (int c = step.run->first_group / 2; c <= step.run->last_group / 2; c++) {
-          const LeftTiles& values = step.run->values[c];
-          add_products<tiles>([&](int i) { return values.at(d + i * kTile, 0); }, values.stride,
+        for (int c = run.first_group() / 2; c <= run.last_group() / 2; c++)
+          add_products<tiles>([&](int i) { return values[c].at(d + i * kTile, 0); }, values[c].stride,
                               scratch.weights + c * kTileFloats);
-        }
         store_sums<tiles>(to + d * kStrip);
       });
-    if (is_whole) return;
+    if (!is_whole) copy_lanes(part.lanes, to, scratch.weighed_parts);
+  }
+
+  void copy_lanes(__mmask16 lanes, const float* from, float* to) const {
+    const int64_t width = pages.value_stride;
 #pragma GCC unroll 8
-    for (int64_t d = 0; d < width; d++) store_lanes(out + d * kStrip, step.lanes, load(to + d * kStrip));
+    for (int64_t d = 0; d < width; d++) store_lanes(to + d * kStrip, lanes, load(from + d * kStrip));
   }
 
   void finish() {
-    finish_pending();
+    softmax(steps[last_step]);
+    weigh(steps[last_step]);
     const int64_t rows = (last - first) * group;
     for (int64_t row = 0; row < rows; row += kStrip) {
       const Vec scale = 1 / total(row);
@@ -371,7 +382,7 @@ struct TileAttention : Task {
     }
   }
 
-  // The sums of a strip, with the sinks. What was weighed is rescaled if a sink is larger than what weights are relative to.
+  // The sums of a strip, with the sinks. What was weighed is rescaled if a sink is larger than all scores that count.
   Vec total(int64_t row) {
     const Vec sum = load(scratch.sum + row), most = load(scratch.max + row);
     if (!scoring.sinks) return sum;
