@@ -499,6 +499,36 @@ def test_a_query_that_is_not_a_number_shows_in_its_own_result_alone(
     assert out[[0, 1, 3]].isfinite().all()
 
 
+@pytest.mark.parametrize("make_backend", IN_TILES)
+@pytest.mark.parametrize("which", ["key", "value"])
+def test_tiles_keep_what_is_not_a_number_to_the_rows_that_see_it(
+    make_backend: Callable[[], NativeAttention], which: str
+) -> None:
+    """Rows that share nothing lie in one tile."""
+    trie = Trie(decode_case(4, dtype=torch.bfloat16, head_dim=32, value_dim=32), make_backend())
+    trie.store([(node, trie.case.nodes[node].cached) for node in depth_first(trie.case.nodes)])
+    batch, plan = trie.store([(node, 1) for node in range(2, 6)])
+    new = {name: trie.random(2, batch.num_tokens, 32) for name in ("key", "value")}
+    new[which][:, 2] = math.nan
+    trie.backend.store(trie.pages, plan, new["key"], new["value"])
+    out = trie.attend(plan, trie.random(6, batch.num_tokens, 32))
+    assert out[2].isnan().all()
+    assert out[[0, 1, 3]].isfinite().all()
+
+
+@pytest.mark.parametrize("make_backend", IN_TILES)
+def test_tiles_follow_scores_that_rise_from_block_to_block(make_backend: Callable[[], NativeAttention]) -> None:
+    """By more than what weights may exceed 1 by, and in other rows at other blocks."""
+    trie = Trie(decode_case(50, dtype=torch.bfloat16, head_dim=64, value_dim=64), make_backend())
+    trie.store([(node, trie.case.nodes[node].cached) for node in depth_first(trie.case.nodes)])
+    rows = [(node, 1) for node in range(2, 52)]
+    batch, plan = trie.store(rows)
+    query_HTD = 8 * trie.random(6, batch.num_tokens, 64)
+    expected = trie.expected(rows, query_HTD, None, lambda vectors_KTD: vectors_KTD)
+    out = trie.attend(plan, query_HTD)
+    assert torch.allclose(out.double(), expected, atol=TOLERANCE[torch.bfloat16], rtol=TOLERANCE[torch.bfloat16])
+
+
 @pytest.mark.parametrize(("make_backend", "kv_dtype"), QUANTIZED)
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
 @pytest.mark.parametrize("which", ["key", "value"])
