@@ -10,7 +10,7 @@ from collections.abc import Callable
 from functools import partial
 from inspect import unwrap
 from types import FunctionType, MethodType
-from typing import Any, TypeGuard
+from typing import Any
 
 import torch
 from torch import nn
@@ -26,19 +26,26 @@ Turn = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], tuple[
 
 def fast_rotary(module: nn.Module) -> Callable[..., Any] | None:
     """A `forward` that turns queries and keys faster; None for modules that turn none, or otherwise than Llama."""
+    if "forward" in vars(module) or not turns_like_llama(module):
+        return None
     forward = unwrap(type(module).forward)
-    if "forward" in vars(module) or not isinstance(forward, FunctionType):
-        return None
-    turn = forward.__globals__.get(_FUNCTION) if _FUNCTION in forward.__code__.co_names else None
-    if not _is_llamas(turn):
-        return None
-    names = forward.__globals__ | {_FUNCTION: partial(_turn, turn)}
+    names = forward.__globals__ | {_FUNCTION: partial(_turn, forward.__globals__[_FUNCTION])}
     faster = FunctionType(forward.__code__, names, forward.__name__, forward.__defaults__, forward.__closure__)
     faster.__kwdefaults__ = forward.__kwdefaults__
     return MethodType(faster, module)
 
 
-def _is_llamas(turn: object) -> TypeGuard[FunctionType]:
+def turns_like_llama(module: nn.Module) -> bool:
+    """Whether a layer turns queries and keys by a copy of Llama's function."""
+    forward = unwrap(type(module).forward)
+    return (
+        isinstance(forward, FunctionType)
+        and _FUNCTION in forward.__code__.co_names
+        and _is_llamas(forward.__globals__.get(_FUNCTION))
+    )
+
+
+def _is_llamas(turn: object) -> bool:
     """Whether a function is a copy of Llama's, down to the half that it turns."""
     wanted, half = modeling_llama.apply_rotary_pos_emb, modeling_llama.rotate_half
     return (

@@ -18,7 +18,9 @@ from batchkv.kernels.native_library import DTYPES, fits, instruction_set_number,
 _STRIP_ROWS, _STRIP_FEATURES = 48, 32  # multiples of what any instruction set takes at once
 
 
-class _Linear(ctypes.Structure):
+class LinearLayer(ctypes.Structure):
+    """A layer as the C interface has it."""
+
     _fields_ = [
         ("rows", ctypes.c_void_p),
         ("weight", ctypes.c_void_p),
@@ -39,7 +41,7 @@ class _Linear(ctypes.Structure):
 @cache
 def _library() -> ctypes.CDLL | None:
     library = native_library()
-    if library is None or not fits(library, linear=_Linear):
+    if library is None or not fits(library, linear=LinearLayer):
         return None
     library.batchkv_linear.argtypes, library.batchkv_linear.restype = [ctypes.c_int32, ctypes.c_void_p], None
     return library
@@ -125,27 +127,39 @@ def _compute(
     if (rows.dtype, rows.shape[-1:], rows.device) != (weight_NK.dtype, weight_NK.shape[1:], weight_NK.device):
         found, wanted = f"{rows.dtype} {tuple(rows.shape)}", f"{weight_NK.dtype} [..., {in_features}]"
         raise ValueError(f"rows are {found}, the layer takes {wanted}")
-    rows = rows.contiguous()
+    layer = prepare(weight_NK, bias_N, gate_NK, activation)
     out = rows.new_empty(*rows.shape[:-1], out_features)
+    rows = rows.contiguous()
     num_rows = math.prod(rows.shape[:-1])
-    strips = torch.empty(_up_to(num_rows, _STRIP_ROWS) * _up_to(in_features, _STRIP_FEATURES), dtype=torch.float32)
-    layer = _Linear(
-        rows=rows.data_ptr(),
+    strips = strips_of(num_rows, in_features)
+    layer.rows, layer.out, layer.strips, layer.num_rows = rows.data_ptr(), out.data_ptr(), strips.data_ptr(), num_rows
+    library.batchkv_linear(instruction_set_number(instruction_set), ctypes.byref(layer))
+    return out
+
+
+def prepare(
+    weight_NK: torch.Tensor,
+    bias_N: torch.Tensor | None = None,
+    gate_NK: torch.Tensor | None = None,
+    activation: Activation = "silu",
+) -> LinearLayer:
+    """A layer that only lacks its rows and where their results go. It does not keep its weights alive."""
+    return LinearLayer(
         weight=weight_NK.data_ptr(),
         bias=None if bias_N is None else bias_N.data_ptr(),
         gate=None if gate_NK is None else gate_NK.data_ptr(),
-        out=out.data_ptr(),
-        strips=strips.data_ptr(),
-        num_rows=num_rows,
-        in_features=in_features,
-        out_features=out_features,
+        in_features=weight_NK.shape[1],
+        out_features=weight_NK.shape[0],
         weight_stride=weight_NK.stride(0),
         gate_stride=0 if gate_NK is None else gate_NK.stride(0),
         activation=ACTIVATIONS[activation],
-        dtype=DTYPES[rows.dtype],
+        dtype=DTYPES[weight_NK.dtype],
     )
-    library.batchkv_linear(instruction_set_number(instruction_set), ctypes.byref(layer))
-    return out
+
+
+def strips_of(num_rows: int, in_features: int) -> torch.Tensor:
+    """Room for the rows of a layer in the order in which the kernel reads them."""
+    return torch.empty(_up_to(num_rows, _STRIP_ROWS) * _up_to(in_features, _STRIP_FEATURES), dtype=torch.float32)
 
 
 def _up_to(size: int, multiple: int) -> int:

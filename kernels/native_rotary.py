@@ -10,7 +10,9 @@ import torch
 from batchkv.kernels.native_library import DTYPES, Heads, fits, instruction_set_number, native_library
 
 
-class _Rotary(ctypes.Structure):
+class Rotary(ctypes.Structure):
+    """Queries and keys, as the C interface has them."""
+
     _fields_ = [
         ("query", Heads),
         ("key", Heads),
@@ -29,7 +31,7 @@ class _Rotary(ctypes.Structure):
 @cache
 def _library() -> ctypes.CDLL | None:
     library = native_library()
-    if library is None or not fits(library, rotary=_Rotary):
+    if library is None or not fits(library, rotary=Rotary):
         return None
     library.batchkv_rotate.argtypes, library.batchkv_rotate.restype = [ctypes.c_int32, ctypes.c_void_p], None
     return library
@@ -77,7 +79,7 @@ def rotate(
     if library is None or not is_covered(query, key, cos, sin):
         raise ValueError("the native kernel does not turn these queries and keys: ask is_covered first")
     turned_query, turned_key = torch.empty_like(query), torch.empty_like(key)
-    rotary = _Rotary(
+    rotary = Rotary(
         query=Heads.of(query[0]),
         key=Heads.of(key[0]),
         turned_query=Heads.of(turned_query[0]),

@@ -18,6 +18,7 @@
 
 #include "activation.h"
 #include "attention.h"
+#include "layer.h"
 #include "linear.h"
 #include "norm.h"
 #include "rotary.h"

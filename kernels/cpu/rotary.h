@@ -10,7 +10,7 @@ extern "C" {
 // but what it is computed from.
 struct Rotary {
   Heads query, key;                // [heads][tokens][dim]
-  Heads turned_query, turned_key;  // may not overlap with those
+  Heads turned_query, turned_key;  // may be those themselves
   const void* cos;                 // [tokens][dim]
   const void* sin;
   int64_t num_tokens;
