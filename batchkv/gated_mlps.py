@@ -14,7 +14,7 @@ from batchkv.activations import kind_of
 from batchkv.kernels import native_linear
 from batchkv.kernels.native_activation import Activation
 from batchkv.linear_layers import product_of
-from batchkv.same_code import computes_like
+from batchkv.same_code import computes_like, has_hooks
 
 
 def fast_mlp(module: nn.Module) -> Callable[[torch.Tensor], torch.Tensor] | None:
@@ -26,7 +26,7 @@ def fast_mlp(module: nn.Module) -> Callable[[torch.Tensor], torch.Tensor] | None
         return None
     gate, up, activation = layers["gate_proj"], layers["up_proj"], layers["act_fn"]
     kind = kind_of(activation)
-    if kind is None or any(map(_has_hooks, (gate, up, activation))) or not (_is_native(gate) and _is_native(up)):
+    if kind is None or any(map(has_hooks, (gate, up, activation))) or not (_is_native(gate) and _is_native(up)):
         return None
     is_pair = (gate.weight.shape, gate.weight.dtype) == (up.weight.shape, up.weight.dtype)
     return partial(_compute, module, kind, gate, up, layers["down_proj"]) if is_pair else None
@@ -34,10 +34,6 @@ def fast_mlp(module: nn.Module) -> Callable[[torch.Tensor], torch.Tensor] | None
 
 def _is_native(layer: nn.Module) -> TypeGuard[nn.Linear]:
     return product_of(layer) is native_linear.linear and layer.bias is None
-
-
-def _has_hooks(module: nn.Module) -> bool:
-    return bool(module._forward_hooks or module._forward_pre_hooks)
 
 
 def _compute(

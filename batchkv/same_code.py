@@ -5,11 +5,30 @@ Instructions are compared, not names: a copy that differs in anything computes s
 
 from __future__ import annotations
 
-from inspect import unwrap
 from types import CodeType, FunctionType
 from typing import Any, TypeGuard
 
 from torch import nn
+from torch.nn.modules import module as torch_module
+
+
+def original(function: Any) -> Any:
+    """A function without what transformers wraps it in, which is for arguments of other versions. Whatever else is
+    around it stays: it may compute something else.
+    """
+    while hasattr(function, "__wrapped__") and vars_of(function).get("__name__", "").startswith("transformers."):
+        function = function.__wrapped__
+    return function
+
+
+def vars_of(function: Any) -> dict[str, Any]:
+    """The names that a function finds in its module; none if it is something else that can be called."""
+    return function.__globals__ if isinstance(function, FunctionType) else {}
+
+
+def has_hooks(module: nn.Module) -> bool:
+    """Whether something else is called with a module: its forward alone is not all of it then."""
+    return bool(module._forward_hooks or module._forward_pre_hooks or torch_module._has_any_global_hook())
 
 
 def is_copy(function: Any, of: Any) -> TypeGuard[FunctionType]:
@@ -25,9 +44,9 @@ def computes_like(module: nn.Module, kind: type[nn.Module]) -> bool:
     """Whether a module's `forward` is a copy of that of another class, as transformers has it: some libraries put other
     code into its classes, and hooks of others give an instance a `forward` of its own.
     """
-    wanted = unwrap(kind.forward)
-    is_original = wanted.__module__ == kind.__module__
-    return is_original and "forward" not in vars(module) and is_copy(unwrap(type(module).forward), wanted)
+    wanted = original(kind.forward)
+    is_its_own = vars_of(wanted).get("__name__") == kind.__module__
+    return is_its_own and "forward" not in vars(module) and is_copy(original(type(module).forward), wanted)
 
 
 def _instructions(code: CodeType, docstring: str | None) -> tuple[Any, ...]:

@@ -12,6 +12,7 @@ from functools import cache
 
 import torch
 
+from batchkv.kernels import native_linear, native_norm
 from batchkv.kernels.native_activation import Activation
 from batchkv.kernels.native_library import DTYPES, Heads, fits, instruction_set_number, native_library
 from batchkv.kernels.native_linear import LinearLayer, prepare, strips_of
@@ -62,11 +63,6 @@ def _library() -> ctypes.CDLL | None:
     return library
 
 
-def is_there() -> bool:
-    """Whether the kernels were built."""
-    return _library() is not None
-
-
 @dataclass(frozen=True, slots=True)
 class NormWeight:
     """An RMS norm such as Llama's.
@@ -82,20 +78,29 @@ class NormWeight:
 
 @dataclass(frozen=True, slots=True)
 class LinearWeight:
-    """A linear layer: its weight and its bias."""
+    """A linear layer.
+
+    Attributes:
+        weight_NK: its weight.
+        bias_N: its bias, if it has one.
+    """
 
     weight_NK: torch.Tensor
-    bias_N: torch.Tensor | None
+    bias_N: torch.Tensor | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class LayerWeights:
-    """A decoder layer, all on the CPU and of one dtype that native layers have.
+    """A decoder layer with hidden states of W numbers, H query heads and K KV heads of D, and an MLP of N.
 
     Attributes:
-        head_dim: numbers of a head, an even number.
+        head_dim: D.
         activation: of the gate.
-        query_norm, key_norm: of heads, where there are some.
+        input_norm: [W], before attention; post_norm: [W], after it.
+        query: [H * D, W]; key, value: [K * D, W].
+        query_norm, key_norm: [D], of heads, where there are some.
+        projection: [W, H * D], of what attention gives.
+        gate, up: [N, W], without biases; down: [W, N].
     """
 
     head_dim: int
@@ -108,27 +113,64 @@ class LayerWeights:
     key_norm: NormWeight | None
     projection: LinearWeight
     post_norm: NormWeight
-    gate_NK: torch.Tensor
-    up_NK: torch.Tensor
+    gate: LinearWeight
+    up: LinearWeight
     down: LinearWeight
+
+    @property
+    def norms(self) -> tuple[NormWeight, ...]:
+        """Those that there are."""
+        return tuple(filter(None, (self.input_norm, self.post_norm, self.query_norm, self.key_norm)))
+
+    @property
+    def linears(self) -> tuple[LinearWeight, ...]:
+        """All linear layers."""
+        return self.query, self.key, self.value, self.projection, self.gate, self.up, self.down
+
+
+def is_covered(weights: LayerWeights) -> bool:
+    """Whether there are kernels for a layer: all on the CPU, of one dtype, and of shapes that go together."""
+    width, dim = weights.input_norm.weight_D.numel(), weights.head_dim
+    of_heads = len(weights.query.weight_NK)
+    inner = len(weights.gate.weight_NK)
+    shapes = [(of_heads, width), *[(len(weights.key.weight_NK), width)] * 2, (width, of_heads)]
+    shapes += [(inner, width), (inner, width), (width, inner)]
+    norm_widths = [width, width] + [dim] * (len(weights.norms) - 2)
+    return (
+        _library() is not None
+        and dim % 2 == of_heads % dim == len(weights.key.weight_NK) % dim == 0
+        and weights.gate.bias_N is None is weights.up.bias_N
+        and [tuple(linear.weight_NK.shape) for linear in weights.linears] == shapes
+        and all(native_linear.is_covered(linear.weight_NK, linear.bias_N) for linear in weights.linears)
+        and [tuple(norm.weight_D.shape) for norm in weights.norms] == [(size,) for size in norm_widths]
+        and all(native_norm.is_covered(norm.weight_D, norm.weight_D) for norm in weights.norms)
+        and all(isinstance(norm.epsilon, float) for norm in weights.norms)
+        and len(
+            {norm.weight_D.dtype for norm in weights.norms} | {linear.weight_NK.dtype for linear in weights.linears}
+        )
+        == 1
+    )
 
 
 class NativeLayer:
-    """A decoder layer without its attention. It reads weights where they lie as long as it is used.
+    """A decoder layer without its attention. It reads weights where they are when it is made.
 
     Args:
         weights: those of the layer.
+        instruction_set: one of `instruction_sets()`, by default the best.
 
     Raises:
-        ValueError: the kernels were not built.
+        ValueError: the layer is not one that `is_covered`.
+        RuntimeError: the processor has not these instructions.
     """
 
-    def __init__(self, weights: LayerWeights) -> None:
+    def __init__(self, weights: LayerWeights, instruction_set: str | None = None) -> None:
         library = _library()
-        if library is None:
-            raise ValueError("the native kernels were not built: ask is_there first")
+        if library is None or not is_covered(weights):
+            raise ValueError("the native kernels do not compute this layer: ask is_covered first")
         self._library, self._weights = library, weights
-        self._dtype = weights.gate_NK.dtype
+        self._instruction_set = instruction_set_number(instruction_set)
+        self._dtype = weights.gate.weight_NK.dtype
         self._width = len(weights.input_norm.weight_D)
         dtype = DTYPES[self._dtype]
         self._start = _LayerStart(
@@ -150,7 +192,7 @@ class NativeLayer:
             width=self._width,
             norm=_norm(weights.post_norm),
             projection=_linear(weights.projection),
-            gated=prepare(weights.up_NK, None, weights.gate_NK, weights.activation),
+            gated=prepare(weights.up.weight_NK, None, weights.gate.weight_NK, weights.activation),
             down=_linear(weights.down),
         )
 
@@ -172,7 +214,7 @@ class NativeLayer:
         self, hidden: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Queries [1, H, T, D], turned keys and values [1, K, T, D] of hidden states that it `covers`."""
-        start, num_tokens = self._start, hidden.shape[1]
+        start, num_tokens = _LayerStart.from_buffer_copy(self._start), hidden.shape[1]
         normed, strips = torch.empty_like(hidden), strips_of(num_tokens, self._width)
         heads = []
         for layer in (start.query, start.key, start.value):
@@ -185,7 +227,7 @@ class NativeLayer:
         rotary.query = rotary.turned_query = Heads.of(query[0])
         rotary.key = rotary.turned_key = Heads.of(key[0])
         rotary.cos, rotary.sin, rotary.num_tokens = cos.data_ptr(), sin.data_ptr(), num_tokens
-        self._library.batchkv_layer_start(instruction_set_number(), ctypes.byref(start))
+        self._library.batchkv_layer_start(self._instruction_set, ctypes.byref(start))
         return query, key, value
 
     def end(self, hidden: torch.Tensor, attended: torch.Tensor) -> torch.Tensor:
@@ -194,8 +236,15 @@ class NativeLayer:
         Args:
             hidden: what came in.
             attended: [1, T, H, D], contiguous.
+
+        Raises:
+            ValueError: attention gave something else.
         """
-        end, num_tokens = self._end, hidden.shape[1]
+        end, num_tokens = _LayerEnd.from_buffer_copy(self._end), hidden.shape[1]
+        is_whole = attended.is_contiguous() and attended.numel() == num_tokens * end.projection.in_features
+        if attended.dtype != self._dtype or attended.device != hidden.device or not is_whole:
+            wanted = f"{self._dtype} for {num_tokens} tokens of {end.projection.in_features} numbers"
+            raise ValueError(f"attention gave {attended.dtype} {tuple(attended.shape)}, the layer takes {wanted}")
         sums, normed, out = (torch.empty_like(hidden) for _ in range(3))
         inner = hidden.new_empty(num_tokens, end.gated.out_features)
         layers = ((end.projection, attended, out), (end.gated, normed, inner), (end.down, inner, out))
@@ -204,7 +253,7 @@ class NativeLayer:
             _point(layer, rows, results, strips, num_tokens)
         end.hidden, end.sums, end.normed = hidden.data_ptr(), sums.data_ptr(), normed.data_ptr()
         end.num_tokens = num_tokens
-        self._library.batchkv_layer_end(instruction_set_number(), ctypes.byref(end))
+        self._library.batchkv_layer_end(self._instruction_set, ctypes.byref(end))
         return out
 
 

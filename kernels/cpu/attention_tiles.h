@@ -32,7 +32,7 @@ inline Vec exp2_of(Vec x) {
 
 // Adds to kLefts tiles of sums the products of as many left tiles, of which `left` gives the rows, with a right tile.
 template <int kLefts, typename Left>
-inline void add_products(Left left, int64_t stride, const void* right) {
+inline void add_to_sums(Left left, int64_t stride, const void* right) {
   _tile_loadd(4, right, kTileRowBytes);
   _tile_loadd(5, left(0), stride);
   _tile_dpbf16ps(0, 5, 4);
@@ -52,7 +52,7 @@ inline void add_products(Left left, int64_t stride, const void* right) {
 
 // Sums of kTiles tiles that lie one after the other.
 template <int kTiles>
-inline void load_sums(const float* from) {
+inline void load_tiles(const float* from) {
   _tile_loadd(0, from, kTileRowBytes);
   if constexpr (kTiles > 1) _tile_loadd(1, from + kTileFloats, kTileRowBytes);
   if constexpr (kTiles > 2) _tile_loadd(2, from + 2 * kTileFloats, kTileRowBytes);
@@ -60,7 +60,7 @@ inline void load_sums(const float* from) {
 }
 
 template <int kTiles>
-inline void store_sums(float* to) {
+inline void store_tiles(float* to) {
   _tile_stored(0, to, kTileRowBytes);
   if constexpr (kTiles > 1) _tile_stored(1, to + kTileFloats, kTileRowBytes);
   if constexpr (kTiles > 2) _tile_stored(2, to + 2 * kTileFloats, kTileRowBytes);
@@ -250,9 +250,9 @@ struct TileAttention : Task {
     with_tiles(run.last_group() - first_group + 1, [&](auto groups) {
       zero_sums<2, 2>();
       for (int d = 0; d < pages.key_dim; d += kTileDepth)
-        add_products<groups>([&](int g) { return keys[first_group + g].at(0, d); }, keys[first_group].stride,
+        add_to_sums<groups>([&](int g) { return keys[first_group + g].at(0, d); }, keys[first_group].stride,
                              query_tile(strip, d));
-      store_sums<groups>(scores + first_group * kTileFloats);
+      store_tiles<groups>(scores + first_group * kTileFloats);
     });
   }
 
@@ -357,11 +357,11 @@ struct TileAttention : Task {
     finish_writing();
     for (int64_t d = 0; d < width; d += kSums * kTile)
       with_tiles((width - d) / kTile, [&](auto tiles) {
-        load_sums<tiles>(out + d * kStrip);
+        load_tiles<tiles>(out + d * kStrip);
         for (int c = run.first_group() / 2; c <= run.last_group() / 2; c++)
-          add_products<tiles>([&](int i) { return values[c].at(d + i * kTile, 0); }, values[c].stride,
+          add_to_sums<tiles>([&](int i) { return values[c].at(d + i * kTile, 0); }, values[c].stride,
                               scratch.weights + c * kTileFloats);
-        store_sums<tiles>(to + d * kStrip);
+        store_tiles<tiles>(to + d * kStrip);
       });
     if (!is_whole) copy_lanes(part.lanes, to, scratch.weighed_parts);
   }

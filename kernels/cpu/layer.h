@@ -1,6 +1,7 @@
 // What a decoder layer computes before and after its attention, in a call each: the C interface.
 //
-// The kernels of its parts one after the other, on the same dtype, with the same bits as if each was called by itself.
+// The kernels of its parts one after the other, on the same dtype, with the same bits as if each was called by itself. So
+// linear layers of a call may share their strips.
 #pragma once
 
 #include "linear.h"

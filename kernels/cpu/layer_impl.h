@@ -9,7 +9,11 @@ void add_numbers(const void* left, const void* right, void* out, int64_t size) {
   const int64_t whole = size / VECTOR_FLOATS * VECTOR_FLOATS;
 #pragma omp parallel for schedule(static) if (size >= kWorthThreads)
   for (int64_t i = 0; i < whole; i += VECTOR_FLOATS) store_floats(load_floats(a + i) + load_floats(b + i), sums + i);
-  for (int64_t i = whole; i < size; i++) from_float(to_float(a[i]) + to_float(b[i]), sums + i);
+  Element rest[2][VECTOR_FLOATS] = {};  // the last ones go through the same code
+  std::copy(a + whole, a + size, rest[0]);
+  std::copy(b + whole, b + size, rest[1]);
+  store_floats(load_floats(rest[0]) + load_floats(rest[1]), rest[0]);
+  std::copy_n(rest[0], size - whole, sums + whole);
 }
 
 // `out` may be one of the others.

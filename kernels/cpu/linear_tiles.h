@@ -45,20 +45,20 @@ struct TiledLinear {
   int64_t panels() const { return tiles_in(layer.out_features, features_of_panel()); }
 
   // Where the two halves of a panel begin: in the weight, or in gate and weight.
-  const uint16_t* half(int64_t panel, int half) const {
+  const uint16_t* half(int64_t panel, int which) const {
     const auto* weight = static_cast<const uint16_t*>(layer.weight);
-    if (!layer.gate) return weight + (2 * panel + half) * kTile * layer.weight_stride;
-    return half ? weight + panel * kTile * layer.weight_stride
-                : static_cast<const uint16_t*>(layer.gate) + panel * kTile * layer.gate_stride;
+    if (!layer.gate) return weight + (2 * panel + which) * kTile * layer.weight_stride;
+    return which ? weight + panel * kTile * layer.weight_stride
+                 : static_cast<const uint16_t*>(layer.gate) + panel * kTile * layer.gate_stride;
   }
-  int64_t stride_of(int half) const { return layer.gate && !half ? layer.gate_stride : layer.weight_stride; }
+  int64_t stride_of(int which) const { return layer.gate && !which ? layer.gate_stride : layer.weight_stride; }
 
   // The left tiles of a half: where they lie, or, where that are not whole tiles, in `copied`, filled up with zeros.
-  LeftTiles left_tiles(int64_t panel, int half, std::vector<uint16_t>& copied) const {
-    const int64_t depth = layer.in_features, stride = stride_of(half);
-    const int64_t first = layer.gate ? panel * kTile : (2 * panel + half) * kTile;
+  LeftTiles left_tiles(int64_t panel, int which, std::vector<uint16_t>& copied) const {
+    const int64_t depth = layer.in_features, stride = stride_of(which);
+    const int64_t first = layer.gate ? panel * kTile : (2 * panel + which) * kTile;
     const int64_t count = std::min<int64_t>(kTile, layer.out_features - first);
-    const uint16_t* from = this->half(panel, half);
+    const uint16_t* from = half(panel, which);
     if (count == kTile && depth % kTileDepth == 0) return {from, stride * 2};
     copied.assign(kTile * tiles * kTileDepth, 0);
     for (int64_t r = 0; r < count; r++)
@@ -150,7 +150,7 @@ struct NextPanel {
   int64_t step_lines;  // of them with each step
 
   NextPanel(const TiledLinear& tiled, int64_t panel) {
-    for (int half : {0, 1}) halves[half] = reinterpret_cast<const char*>(tiled.half(panel, half));
+    for (int which : {0, 1}) halves[which] = reinterpret_cast<const char*>(tiled.half(panel, which));
     lines = panel < tiled.panels() ? kTile * tiled.layer.in_features * sizeof(uint16_t) / 64 : 0;
     step_lines = tiles_in(lines, tiled.tiles * tiles_in(tiled.strips_of_block(), 2));
   }

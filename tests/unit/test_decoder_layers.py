@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -9,6 +10,7 @@ import pytest
 import torch
 from torch import nn
 from transformers import PreTrainedModel
+from transformers.models.llama.modeling_llama import LlamaAttention, LlamaDecoderLayer, LlamaMLP, LlamaRMSNorm
 
 from batchkv import fast_layers
 from batchkv.decoder_layers import fast_decoder_layer
@@ -99,6 +101,10 @@ def _two_dtypes(layer: nn.Module) -> None:
     layer.mlp.down_proj.bfloat16()
 
 
+def _strided_norm(layer: nn.Module) -> None:
+    layer.post_attention_layernorm.weight = nn.Parameter(torch.ones(96)[::2])
+
+
 def _own_forward(layer: nn.Module) -> None:
     layer.self_attn.forward = layer.self_attn.forward
 
@@ -113,6 +119,7 @@ def _own_forward(layer: nn.Module) -> None:
         _another_norm,
         _another_activation,
         _two_dtypes,
+        _strided_norm,
         _own_forward,
     ],
 )
@@ -128,10 +135,13 @@ def test_layers_whose_products_are_not_native_are_left_alone(monkeypatch: pytest
     assert fast_decoder_layer(model_of("llama").model.layers[0]) is None
 
 
-def test_several_rows_caches_autocast_and_eager_attention_go_the_way_of_the_class(started: list[int]) -> None:
+def test_training_several_rows_caches_autocast_and_eager_attention_go_the_way_of_the_class(started: list[int]) -> None:
     model = model_of("llama")
     expected = logits_of(model)
     with with_fast_layers(model), torch.inference_mode():
+        model.train()
+        assert torch.allclose(logits_of(model), expected, atol=1e-4)
+        model.eval()
         assert torch.allclose(logits_of(model, IDS.expand(2, -1))[1:], expected, atol=1e-4)
         assert torch.allclose(model(IDS, use_cache=True).logits, expected, atol=1e-4)
         with torch.autocast("cpu", torch.bfloat16):
@@ -153,3 +163,49 @@ def test_weights_are_read_where_they_lie(started: list[int]) -> None:
     assert started
     assert not torch.allclose(found, before, atol=1e-3)
     assert torch.allclose(found, logits_of(model), atol=1e-4)
+
+
+def test_weights_that_are_put_in_place_of_others_are_the_ones_that_count(started: list[int]) -> None:
+    model = model_of("llama")
+    with with_fast_layers(model):
+        before = logits_of(model)
+        mlp = model.model.layers[0].mlp
+        mlp.down_proj.weight.data = -mlp.down_proj.weight.data
+        model.model.layers[1].self_attn.q_proj.weight = nn.Parameter(torch.zeros(64, 48))
+        found = logits_of(model)
+    assert len(started) == model.config.num_hidden_layers
+    assert not torch.allclose(found, before, atol=1e-3)
+    assert torch.allclose(found, logits_of(model), atol=1e-4)
+
+
+def test_a_class_whose_forward_others_have_wrapped_is_left_alone(
+    started: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for kind in (LlamaMLP, LlamaRMSNorm, LlamaAttention, LlamaDecoderLayer):
+        plain = kind.forward
+
+        @functools.wraps(plain)
+        def wrapped(self: nn.Module, *args: Any, plain: Any = plain, **kwargs: Any) -> Any:
+            return plain(self, *args, **kwargs)
+
+        with monkeypatch.context() as patched:
+            patched.setattr(kind, "forward", wrapped)
+            model = model_of("llama")
+            with with_fast_layers(model):
+                assert not any("forward" in vars(module) for module in model.modules() if type(module) is kind)
+                logits_of(model)
+    assert not started
+
+
+def test_a_hook_of_all_modules_is_called_for_each_part(started: list[int]) -> None:
+    called: list[type[nn.Module]] = []
+    handle = nn.modules.module.register_module_forward_hook(lambda module, *_: called.append(type(module)))
+    try:
+        model = model_of("llama")
+        with with_fast_layers(model):
+            logits_of(model)
+    finally:
+        handle.remove()
+    assert not started
+    assert called.count(LlamaMLP) == model.config.num_hidden_layers
+    assert nn.Linear in called
