@@ -45,13 +45,14 @@ class _Prepared:
     """
 
     native: NativeLayer
-    parameters: tuple[tuple[dict[str, nn.Parameter], str, int], ...]
+    parameters: tuple[tuple[Mapping[str, nn.Parameter | None], str, int], ...]
     functions: Mapping[str, Callable[..., Any]]
     keywords: dict[str, Any]
 
     def are_weights_there(self) -> bool:
         """Whether all weights are where they were: what changes in place stays, `parameter.data = ...` does not."""
-        return all(owner[name].data_ptr() == address for owner, name, address in self.parameters)
+        found = ((owner.get(name), address) for owner, name, address in self.parameters)
+        return all(parameter is not None and parameter.data_ptr() == address for parameter, address in found)
 
 
 def fast_decoder_layer(layer: nn.Module) -> Callable[..., torch.Tensor] | None:

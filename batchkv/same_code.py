@@ -28,7 +28,8 @@ def vars_of(function: Any) -> dict[str, Any]:
 
 def has_hooks(module: nn.Module) -> bool:
     """Whether something else is called with a module: its forward alone is not all of it then."""
-    return bool(module._forward_hooks or module._forward_pre_hooks or torch_module._has_any_global_hook())
+    of_all = torch_module._has_any_global_hook()  # type: ignore[no-untyped-call]
+    return bool(of_all or module._forward_hooks or module._forward_pre_hooks)
 
 
 def is_copy(function: Any, of: Any) -> TypeGuard[FunctionType]:
