@@ -1,7 +1,7 @@
 """Linear layers in native code (`kernels/cpu`), whose weights are read where they lie.
 
-A row's result is bitwise the same whatever other rows there are: it is summed over the input features in ascending
-order, in float32, and rounded once.
+A row's result is bitwise the same whatever other rows there are: it is summed over the input features in one order, in
+float32, and rounded once.
 """
 
 from __future__ import annotations
