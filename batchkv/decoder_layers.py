@@ -16,10 +16,10 @@ from transformers.models.qwen3.modeling_qwen3 import Qwen3Attention
 
 from batchkv.activations import kind_of
 from batchkv.gated_mlps import fast_mlp
-from batchkv.kernels import native_layer, native_linear
+from batchkv.kernels import native_layer
 from batchkv.kernels.native_activation import Activation
 from batchkv.kernels.native_layer import LayerWeights, LinearWeight, NativeLayer, NormWeight
-from batchkv.linear_layers import product_of
+from batchkv.linear_layers import is_native
 from batchkv.rotary_embeddings import turns_like_llama
 from batchkv.same_code import computes_like, has_hooks, original, vars_of
 
@@ -92,8 +92,8 @@ def _weights_of(layer: nn.Module) -> LayerWeights | None:
     if (
         fast_mlp(mlp) is None
         or not all(computes_like(norm, LlamaRMSNorm) for norm in norms + head_norms)
-        or not all(_is_native(getattr(attention, name)) for name in of_attention)
-        or not all(_is_native(getattr(mlp, name)) for name in of_mlp)
+        or not all(is_native(getattr(attention, name)) for name in of_attention)
+        or not all(is_native(getattr(mlp, name)) for name in of_mlp)
     ):
         return None
     query, key, value, projection = (_linear_of(getattr(attention, name)) for name in of_attention)
@@ -115,10 +115,6 @@ def _weights_of(layer: nn.Module) -> LayerWeights | None:
         up,
         down,
     )
-
-
-def _is_native(layer: nn.Module) -> bool:
-    return product_of(layer) is native_linear.linear
 
 
 def _norm_of(norm: Any) -> NormWeight:

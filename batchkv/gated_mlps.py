@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import TypeGuard
 
 import torch
 from torch import nn
@@ -13,7 +12,7 @@ from transformers.models.llama.modeling_llama import LlamaMLP
 from batchkv.activations import kind_of
 from batchkv.kernels import native_linear
 from batchkv.kernels.native_activation import Activation
-from batchkv.linear_layers import product_of
+from batchkv.linear_layers import is_native
 from batchkv.same_code import computes_like, has_hooks
 
 
@@ -26,14 +25,11 @@ def fast_mlp(module: nn.Module) -> Callable[[torch.Tensor], torch.Tensor] | None
         return None
     gate, up, activation = layers["gate_proj"], layers["up_proj"], layers["act_fn"]
     kind = kind_of(activation)
-    if kind is None or any(map(has_hooks, (gate, up, activation))) or not (_is_native(gate) and _is_native(up)):
+    if kind is None or any(map(has_hooks, (gate, up, activation))) or not (is_native(gate) and is_native(up)):
         return None
-    is_pair = (gate.weight.shape, gate.weight.dtype) == (up.weight.shape, up.weight.dtype)
+    has_bias = gate.bias is not None or up.bias is not None
+    is_pair = not has_bias and (gate.weight.shape, gate.weight.dtype) == (up.weight.shape, up.weight.dtype)
     return partial(_compute, module, kind, gate, up, layers["down_proj"]) if is_pair else None
-
-
-def _is_native(layer: nn.Module) -> TypeGuard[nn.Linear]:
-    return product_of(layer) is native_linear.linear and layer.bias is None
 
 
 def _compute(

@@ -44,6 +44,11 @@ def product_of(layer: nn.Module) -> Product | None:
     return _onednn if is_for_onednn else None
 
 
+def is_native(layer: nn.Module) -> TypeGuard[nn.Linear]:
+    """Whether the native kernel computes a linear layer that is nothing more."""
+    return product_of(layer) is native_linear.linear
+
+
 def linear_backend(model: nn.Module) -> str:
     """By what most of a model's parameters are multiplied: `native`, `onednn (packed)`, `onednn` or `torch`."""
     names: dict[Product | None, str] = {native_linear.linear: "native", _onednn: "onednn"}

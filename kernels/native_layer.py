@@ -15,7 +15,7 @@ import torch
 from batchkv.kernels import native_linear, native_norm
 from batchkv.kernels.native_activation import Activation
 from batchkv.kernels.native_library import DTYPES, Heads, fits, instruction_set_number, native_library
-from batchkv.kernels.native_linear import LinearLayer, prepare, strips_of
+from batchkv.kernels.native_linear import LinearLayer, point, prepare, strips_of
 from batchkv.kernels.native_rotary import Rotary
 
 
@@ -219,7 +219,7 @@ class NativeLayer:
         heads = []
         for layer in (start.query, start.key, start.value):
             out = hidden.new_empty(1, num_tokens, layer.out_features // self._weights.head_dim, self._weights.head_dim)
-            _point(layer, normed, out, strips, num_tokens)
+            point(layer, normed, out, strips, num_tokens)
             heads.append(out.transpose(1, 2))
         query, key, value = heads
         start.hidden, start.normed, start.num_tokens = hidden.data_ptr(), normed.data_ptr(), num_tokens
@@ -250,7 +250,7 @@ class NativeLayer:
         layers = ((end.projection, attended, out), (end.gated, normed, inner), (end.down, inner, out))
         strips = strips_of(num_tokens, max(layer.in_features for layer, *_ in layers))
         for layer, rows, results in layers:
-            _point(layer, rows, results, strips, num_tokens)
+            point(layer, rows, results, strips, num_tokens)
         end.hidden, end.sums, end.normed = hidden.data_ptr(), sums.data_ptr(), normed.data_ptr()
         end.num_tokens = num_tokens
         self._library.batchkv_layer_end(self._instruction_set, ctypes.byref(end))
@@ -263,7 +263,3 @@ def _norm(norm: NormWeight | None) -> _Norm:
 
 def _linear(linear: LinearWeight) -> LinearLayer:
     return prepare(linear.weight_NK, linear.bias_N)
-
-
-def _point(layer: LinearLayer, rows: torch.Tensor, out: torch.Tensor, strips: torch.Tensor, num_rows: int) -> None:
-    layer.rows, layer.out, layer.strips, layer.num_rows = rows.data_ptr(), out.data_ptr(), strips.data_ptr(), num_rows

@@ -132,7 +132,7 @@ def _compute(
     rows = rows.contiguous()
     num_rows = math.prod(rows.shape[:-1])
     strips = strips_of(num_rows, in_features)
-    layer.rows, layer.out, layer.strips, layer.num_rows = rows.data_ptr(), out.data_ptr(), strips.data_ptr(), num_rows
+    point(layer, rows, out, strips, num_rows)
     library.batchkv_linear(instruction_set_number(instruction_set), ctypes.byref(layer))
     return out
 
@@ -155,6 +155,11 @@ def prepare(
         activation=ACTIVATIONS[activation],
         dtype=DTYPES[weight_NK.dtype],
     )
+
+
+def point(layer: LinearLayer, rows: torch.Tensor, out: torch.Tensor, strips: torch.Tensor, num_rows: int) -> None:
+    """Has a layer read these rows, of which all are contiguous, and write these results; `strips` as of `strips_of`."""
+    layer.rows, layer.out, layer.strips, layer.num_rows = rows.data_ptr(), out.data_ptr(), strips.data_ptr(), num_rows
 
 
 def strips_of(num_rows: int, in_features: int) -> torch.Tensor:

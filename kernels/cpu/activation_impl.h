@@ -7,7 +7,7 @@ constexpr int64_t kActivationBlock = 4096;  // elements of a task
 // x / (1 + e^-gate). What is rounded to bf16 needs fewer digits; else e^-|gate| is taken, which is never too large.
 template <typename Element>
 inline Vec through_sigmoid(Vec x, Vec gate) {
-  if constexpr (std::is_same_v<Element, uint16_t>) return x / (1 + exp2_roughly(gate * -1.44269504088896341f));
+  if constexpr (std::is_same_v<Element, uint16_t>) return x / (1 + exp2_roughly(gate * -kLog2E));
   const Vec power = exp_nonpositive(gate < 0 ? gate : -gate);
   return x * ((gate < 0 ? power : all(1)) / (1 + power));
 }
@@ -22,13 +22,15 @@ inline Vec activated(Vec x) {
 template <typename Element>
 inline Vec gated(ActivationKind kind, Vec gate, Vec x) {
   gate = rounded<Element>(gate);
-  return rounded<Element>(kind == kSilu ? activated<kSilu, Element>(gate) : activated<kGeluTanh, Element>(gate)) * rounded<Element>(x);
+  gate = kind == kSilu ? activated<kSilu, Element>(gate) : activated<kGeluTanh, Element>(gate);
+  return rounded<Element>(gate) * rounded<Element>(x);
 }
 
 template <ActivationKind kKind, typename Element>
 void activate_block(const Element* rows, Element* out, int64_t size) {
   int64_t i = 0;
-  for (; i + VECTOR_FLOATS <= size; i += VECTOR_FLOATS) store_floats(activated<kKind, Element>(load_floats(rows + i)), out + i);
+  for (; i + VECTOR_FLOATS <= size; i += VECTOR_FLOATS)
+    store_floats(activated<kKind, Element>(load_floats(rows + i)), out + i);
   if (i == size) return;
   Element rest[VECTOR_FLOATS] = {};  // the last ones go through the same code
   std::copy(rows + i, rows + size, rest);

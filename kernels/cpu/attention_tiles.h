@@ -13,7 +13,6 @@ constexpr int kStrip = kTile;                     // rows of a vector
 constexpr int kChunks = kBlock / kTileDepth;      // parts of a block's keys that a left tile of values has
 constexpr __mmask16 kAllLanes = 0xffff;
 constexpr int kSums = 4;                          // tiles of sums at once
-constexpr float kLog2E = 1.44269504088896341f;
 constexpr float kSlack = 8;                       // by so many powers of 2 weights may exceed 1
 
 inline Vec larger(Vec a, Vec b) { return (Vec)_mm512_max_ps((__m512)a, (__m512)b); }  // b if one is NaN
@@ -48,23 +47,6 @@ inline void add_to_sums(Left left, int64_t stride, const void* right) {
     _tile_loadd(5, left(3), stride);
     _tile_dpbf16ps(3, 5, 4);
   }
-}
-
-// Sums of kTiles tiles that lie one after the other.
-template <int kTiles>
-inline void load_tiles(const float* from) {
-  _tile_loadd(0, from, kTileRowBytes);
-  if constexpr (kTiles > 1) _tile_loadd(1, from + kTileFloats, kTileRowBytes);
-  if constexpr (kTiles > 2) _tile_loadd(2, from + 2 * kTileFloats, kTileRowBytes);
-  if constexpr (kTiles > 3) _tile_loadd(3, from + 3 * kTileFloats, kTileRowBytes);
-}
-
-template <int kTiles>
-inline void store_tiles(float* to) {
-  _tile_stored(0, to, kTileRowBytes);
-  if constexpr (kTiles > 1) _tile_stored(1, to + kTileFloats, kTileRowBytes);
-  if constexpr (kTiles > 2) _tile_stored(2, to + 2 * kTileFloats, kTileRowBytes);
-  if constexpr (kTiles > 3) _tile_stored(3, to + 3 * kTileFloats, kTileRowBytes);
 }
 
 // Calls `what` with a number of tiles from 1 to kSums as a constant.
@@ -248,11 +230,11 @@ struct TileAttention : Task {
     const int first_group = run.first_group();
     finish_writing();
     with_tiles(run.last_group() - first_group + 1, [&](auto groups) {
-      zero_sums<2, 2>();
+      zero_sums<groups>();
       for (int d = 0; d < pages.key_dim; d += kTileDepth)
         add_to_sums<groups>([&](int g) { return keys[first_group + g].at(0, d); }, keys[first_group].stride,
-                             query_tile(strip, d));
-      store_tiles<groups>(scores + first_group * kTileFloats);
+                            query_tile(strip, d));
+      store_sums<groups>(scores + first_group * kTileFloats);
     });
   }
 
@@ -357,11 +339,11 @@ struct TileAttention : Task {
     finish_writing();
     for (int64_t d = 0; d < width; d += kSums * kTile)
       with_tiles((width - d) / kTile, [&](auto tiles) {
-        load_tiles<tiles>(out + d * kStrip);
+        load_sums<tiles>(out + d * kStrip);
         for (int c = run.first_group() / 2; c <= run.last_group() / 2; c++)
           add_to_sums<tiles>([&](int i) { return values[c].at(d + i * kTile, 0); }, values[c].stride,
-                              scratch.weights + c * kTileFloats);
-        store_tiles<tiles>(to + d * kStrip);
+                             scratch.weights + c * kTileFloats);
+        store_sums<tiles>(to + d * kStrip);
       });
     if (!is_whole) copy_lanes(part.lanes, to, scratch.weighed_parts);
   }

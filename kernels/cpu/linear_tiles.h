@@ -168,26 +168,19 @@ struct NextPanel {
 template <int kStrips>
 inline void multiply_tiles(const LeftTiles (&halves)[2], int64_t first, int64_t last, const char* rows, int64_t strip_bytes,
                            float* sums, Results& results, NextPanel& next) {
-  char* at = reinterpret_cast<char*>(sums);
-  if (first == 0) {
-    zero_sums<2, kStrips>();
-  } else {
-    _tile_loadd(0, at, kTileRowBytes);
-    _tile_loadd(1, at + kTileBytes, kTileRowBytes);
-    if constexpr (kStrips == 2) {
-      _tile_loadd(2, at + 2 * kTileBytes, kTileRowBytes);
-      _tile_loadd(3, at + 3 * kTileBytes, kTileRowBytes);
-    }
-  }
+  if (first == 0)
+    zero_sums<2 * kStrips>();
+  else
+    load_sums<2 * kStrips>(sums);
   const auto& [low, high] = halves;
   for (int64_t tile = first; tile < last; tile++) {
     const char* right = rows + tile * kTileBytes;
-    add_products<2, kStrips>(low.at(0, tile * kTileDepth), low.stride, high.at(0, tile * kTileDepth), high.stride, right,
-                             right + strip_bytes, kTileRowBytes);
+    add_products<kStrips>(low.at(0, tile * kTileDepth), low.stride, high.at(0, tile * kTileDepth), high.stride, right,
+                          right + strip_bytes);
     next.fetch_some();
     results.gate_some();
   }
-  store_sums<2, kStrips>(at, 2 * kTileBytes);
+  store_sums<2 * kStrips>(sums);
 }
 
 // The strips [begin, end) by a panel. `sums` has room for them, [strip][2] tiles.

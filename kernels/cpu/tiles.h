@@ -47,51 +47,57 @@ struct LeftTiles {
 
 typedef uint16_t VecHalf2 __attribute__((vector_size(4 * VECTOR_FLOATS)));  // a row of a tile
 
-// 16 pairs of bf16 from each of 16 rows, whose transposition is a right tile, with rows that are `stride` bytes apart.
-inline void pack_right_tile(const Vec (&rows)[kTile], void* tile, int64_t stride = kTileRowBytes) {
+// 16 pairs of bf16 from each of 16 rows, whose transposition is a right tile.
+inline void pack_right_tile(const Vec (&rows)[kTile], void* tile) {
   Vec square[kTile];
 #pragma GCC unroll 16
   for (int r = 0; r < kTile; r++) square[r] = rows[r];
   transpose(square);
 #pragma GCC unroll 16
-  for (int r = 0; r < kTile; r++) std::memcpy(static_cast<char*>(tile) + r * stride, &square[r], kTileRowBytes);
+  for (int r = 0; r < kTile; r++) std::memcpy(static_cast<char*>(tile) + r * kTileRowBytes, &square[r], kTileRowBytes);
 }
 
-// Sums of kLefts x kRights products, each 1 or 2, in the tiles 0 to 3: of the first right tile with both left ones, then of
-// the second.
-template <int kLefts, int kRights>
+// Sums are in the tiles 0 to kTiles - 1, of at most 4.
+template <int kTiles>
 inline void zero_sums() {
   _tile_zero(0);
-  if constexpr (kLefts == 2) _tile_zero(1);
-  if constexpr (kRights == 2) _tile_zero(2);
-  if constexpr (kLefts == 2 && kRights == 2) _tile_zero(3);
+  if constexpr (kTiles > 1) _tile_zero(1);
+  if constexpr (kTiles > 2) _tile_zero(2);
+  if constexpr (kTiles > 3) _tile_zero(3);
 }
 
-// Adds products to the sums. Each tile that is loaded is used for all; rows of right tiles are `stride` bytes apart.
-template <int kLefts, int kRights>
+// In memory they lie one after the other.
+template <int kTiles>
+inline void load_sums(const float* from) {
+  _tile_loadd(0, from, kTileRowBytes);
+  if constexpr (kTiles > 1) _tile_loadd(1, from + kTileFloats, kTileRowBytes);
+  if constexpr (kTiles > 2) _tile_loadd(2, from + 2 * kTileFloats, kTileRowBytes);
+  if constexpr (kTiles > 3) _tile_loadd(3, from + 3 * kTileFloats, kTileRowBytes);
+}
+
+template <int kTiles>
+inline void store_sums(float* to) {
+  _tile_stored(0, to, kTileRowBytes);
+  if constexpr (kTiles > 1) _tile_stored(1, to + kTileFloats, kTileRowBytes);
+  if constexpr (kTiles > 2) _tile_stored(2, to + 2 * kTileFloats, kTileRowBytes);
+  if constexpr (kTiles > 3) _tile_stored(3, to + 3 * kTileFloats, kTileRowBytes);
+}
+
+// Adds to the sums the products of one or two right tiles with two left ones: those of the first right tile, then of the
+// second. Each tile that is loaded is used for all.
+template <int kRights>
 inline void add_products(const char* left0, int64_t stride0, const char* left1, int64_t stride1, const void* right0,
-                         const void* right1, int64_t stride) {
+                         const void* right1) {
   _tile_loadd(4, left0, stride0);
-  _tile_loadd(6, right0, stride);
+  _tile_loadd(6, right0, kTileRowBytes);
   _tile_dpbf16ps(0, 4, 6);
-  if constexpr (kLefts == 2) {
-    _tile_loadd(5, left1, stride1);
-    _tile_dpbf16ps(1, 5, 6);
-  }
+  _tile_loadd(5, left1, stride1);
+  _tile_dpbf16ps(1, 5, 6);
   if constexpr (kRights == 2) {
-    _tile_loadd(7, right1, stride);
+    _tile_loadd(7, right1, kTileRowBytes);
     _tile_dpbf16ps(2, 4, 7);
+    _tile_dpbf16ps(3, 5, 7);
   }
-  if constexpr (kLefts == 2 && kRights == 2) _tile_dpbf16ps(3, 5, 7);
-}
-
-// Those of the second left tile go right behind, those of the second right one `distance` bytes behind.
-template <int kLefts, int kRights>
-inline void store_sums(char* at, int64_t distance) {
-  _tile_stored(0, at, kTileRowBytes);
-  if constexpr (kLefts == 2) _tile_stored(1, at + kTileBytes, kTileRowBytes);
-  if constexpr (kRights == 2) _tile_stored(2, at + distance, kTileRowBytes);
-  if constexpr (kLefts == 2 && kRights == 2) _tile_stored(3, at + distance + kTileBytes, kTileRowBytes);
 }
 
 }  // namespace ISA

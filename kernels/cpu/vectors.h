@@ -14,6 +14,8 @@ constexpr int kLanes = 16;                        // columns of a product taken 
 constexpr int kVecs = kLanes / VECTOR_FLOATS;     // vectors that hold them
 constexpr int kMostRows = 12 / kVecs;             // rows in registers at once: 12 accumulators
 
+constexpr float kLog2E = 1.44269504088896341f;
+
 inline Vec load(const float* at) { return *reinterpret_cast<const VecLoad*>(at); }
 inline void store(float* at, Vec value) { *reinterpret_cast<VecLoad*>(at) = value; }
 inline Vec all(float value) { return value - Vec{}; }
@@ -38,7 +40,7 @@ inline Vec exp_nonpositive(Vec x) {
   const Vec round = all(12582912.0f);  // 1.5 * 2^23: adding it leaves the integer in the low bits
   const VecInt is_zero = x < -87.0f;
   x = x < -87.0f ? all(-87.0f) : x;  // NaN stays
-  Vec n = (x * 1.44269504088896341f + round) - round;
+  Vec n = (x * kLog2E + round) - round;
   Vec r = x - n * 0.693359375f;
   r = r + n * 2.12194440e-4f;
   Vec p = all(1.0f / 5040);
