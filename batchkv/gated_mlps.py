@@ -27,7 +27,7 @@ def fast_mlp(module: nn.Module) -> Callable[[torch.Tensor], torch.Tensor] | None
     kind = kind_of(activation)
     if kind is None or any(map(has_hooks, (gate, up, activation))) or not (is_native(gate) and is_native(up)):
         return None
-    has_bias = gate.bias is not None or up.bias is not None
+    has_bias = any(layer.bias is not None for layer in (gate, up))
     is_pair = not has_bias and (gate.weight.shape, gate.weight.dtype) == (up.weight.shape, up.weight.dtype)
     return partial(_compute, module, kind, gate, up, layers["down_proj"]) if is_pair else None
 
