@@ -9,7 +9,7 @@ from typing import Any
 from torch import nn
 
 from batchkv.activations import fast_activation
-from batchkv.decoder_layers import fast_decoder_layer
+from batchkv.decoders import fast_decoder
 from batchkv.gated_mlps import fast_mlp
 from batchkv.linear_layers import fast_linear
 from batchkv.norms import fast_norm
@@ -18,7 +18,7 @@ from batchkv.rotary_embeddings import fast_rotary
 
 @contextmanager
 def with_fast_layers(model: nn.Module) -> Iterator[None]:
-    """Linear layers, activations, norms, gated MLPs, rotary embeddings and whole decoder layers compute by the fastest
+    """Linear layers, activations, norms, gated MLPs, rotary embeddings and whole decoders compute by the fastest
     code there is for them, on weights as they are.
 
     Layers of other kinds, and those whose instance has a `forward` of its own, are left alone.
@@ -36,5 +36,5 @@ def with_fast_layers(model: nn.Module) -> Iterator[None]:
 
 
 def _fast_forward(module: nn.Module) -> Callable[..., Any] | None:
-    kinds = (fast_linear, fast_activation, fast_norm, fast_mlp, fast_rotary, fast_decoder_layer)
+    kinds = (fast_linear, fast_activation, fast_norm, fast_mlp, fast_rotary, fast_decoder)
     return next((forward for kind in kinds if (forward := kind(module)) is not None), None)

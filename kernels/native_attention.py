@@ -93,6 +93,16 @@ class NativeKV:
     value_scale_PKS: torch.Tensor | None
     pages: _Pages
 
+    @property
+    def tensor_dtype(self) -> torch.dtype:
+        """What queries, keys, values and results are outside the pages."""
+        return torch.float32 if is_quantized(self.key.dtype) else self.key.dtype
+
+    @property
+    def vectors(self) -> tuple[int, int, int]:
+        """KV heads, key dim and value dim."""
+        return self.pages.kv_heads, self.pages.key_dim, self.pages.value_dim
+
 
 @dataclass(frozen=True, slots=True)
 class NativeWorkPlan:
@@ -115,7 +125,7 @@ class NativeAttention(AttentionBackend[NativeKV, NativeWorkPlan]):
     is_batch_invariant = True
 
     def __init__(self, instruction_set: str | None = None) -> None:
-        library, self._instruction_set = _library(), instruction_set_number(instruction_set)
+        library, self.instruction_set = _library(), instruction_set_number(instruction_set)
         if library is None:
             raise RuntimeError("the native kernels were built from other sources: install batchkv again")
         self._library = library
@@ -207,7 +217,7 @@ class NativeAttention(AttentionBackend[NativeKV, NativeWorkPlan]):
         sinks_H = None if sinks_H is None else sinks_H.float().contiguous()
         scoring = _Scoring(scale, softcap or 0.0, _address(sinks_H))
         self._library.batchkv_attend(
-            self._instruction_set,
+            self.instruction_set,
             pages,
             plan.batch,
             num_heads,
@@ -229,7 +239,6 @@ def _check_shape(name: str, tensor: torch.Tensor, expected: tuple[int, int, int]
 
 
 def _readable(tensor_HTD: torch.Tensor, kv: NativeKV) -> torch.Tensor:
-    """In the pages' dtype, or in fp32 where they are quantized, with contiguous head dims."""
-    dtype = kv.key.dtype
-    tensor_HTD = tensor_HTD.to(torch.float32 if is_quantized(dtype) else dtype)
+    """In the dtype that goes with the pages, with contiguous head dims."""
+    tensor_HTD = tensor_HTD.to(kv.tensor_dtype)
     return tensor_HTD if tensor_HTD.stride(2) == 1 else tensor_HTD.contiguous()

@@ -17,16 +17,19 @@ from peer_protocol import Row, Samples, Task, answer, asked_jobs, measure, parse
 
 STARTED = perf_counter()
 
+import numpy as np  # noqa: E402
 import polars as pl  # noqa: E402
 import torch  # noqa: E402
-from transformers import AttentionInterface  # noqa: E402
 
 from batchkv import Engine  # noqa: E402
-from batchkv.fast_layers import with_fast_layers  # noqa: E402
+from batchkv.attention import StepAttention  # noqa: E402
+from batchkv.kernels.selection import select_attention  # noqa: E402
 from batchkv.kv_layout import KVLayout, layer_specs  # noqa: E402
 from batchkv.model_loader import load_config, resolve_model  # noqa: E402
+from batchkv.model_runner import paged_attention_of  # noqa: E402
+from batchkv.step import AttentionBatch  # noqa: E402
 
-LEFT_OUT = "left_out"
+PAGE_SIZE = 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,26 +74,21 @@ def recorded(model: torch.nn.Module) -> Iterator[list[StepSize]]:
         hook.remove()
 
 
-def no_attention(_: torch.nn.Module, query: torch.Tensor, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, None]:
-    """Of the shape that attention has: [1, T, H, D] from [1, H, T, D]."""
-    return query.transpose(1, 2), None
-
-
-@contextmanager
-def without_attention(model: Any) -> Iterator[None]:
-    implementation = model.config._attn_implementation
-    AttentionInterface.register(LEFT_OUT, no_attention)
-    model.set_attn_implementation(LEFT_OUT)
-    try:
-        yield
-    finally:
-        model.set_attn_implementation(implementation)
+def no_attention(engine: Engine) -> StepAttention:
+    """Of a step whose first token attends to itself, and no other to anything."""
+    device, specs = engine.model.device, engine.layout.layers
+    backend = select_attention(engine.model.dtype, device)
+    one, ends, slots = np.ones(1, np.int64), np.arange(2), np.zeros(1, np.int64)
+    table = np.zeros((1, 1), np.int32)
+    plans = [backend.plan(AttentionBatch(PAGE_SIZE, spec.window, table, one, ends, slots), spec) for spec in specs]
+    pages = [backend.allocate(1, PAGE_SIZE, spec, engine.model.dtype, device) for spec in specs]
+    return StepAttention(backend, specs, tuple(pages), tuple(plans), num_tokens=1)
 
 
 def floor(engine: Engine, steps: list[StepSize]) -> float:
     """Seconds that the steps take without attention."""
-    started = perf_counter()
-    with torch.inference_mode(), with_fast_layers(engine.model), without_attention(engine.model):
+    started, attention = perf_counter(), no_attention(engine)
+    with torch.inference_mode(), paged_attention_of(engine.model):
         for step in steps:
             positions = torch.arange(step.tokens).unsqueeze(0)
             engine.model(
@@ -98,6 +96,7 @@ def floor(engine: Engine, steps: list[StepSize]) -> float:
                 position_ids=positions,
                 use_cache=False,
                 logits_to_keep=torch.arange(step.tokens - step.logits, step.tokens),
+                step_attention=attention,
             )
     return perf_counter() - started
 

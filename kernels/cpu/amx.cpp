@@ -18,6 +18,6 @@
 #include "linear_impl.h"
 #include "norm_impl.h"
 #include "rotary_impl.h"
-#include "layer_impl.h"
+#include "decoder_impl.h"
 #include "sampling_impl.h"
 #endif

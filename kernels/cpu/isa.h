@@ -18,7 +18,7 @@
 
 #include "activation.h"
 #include "attention.h"
-#include "layer.h"
+#include "decoder.h"
 #include "linear.h"
 #include "norm.h"
 #include "rotary.h"
