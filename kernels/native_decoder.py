@@ -28,7 +28,7 @@ class _Norm(ctypes.Structure):
 
 _NORMS = ("input_norm", "query_norm", "key_norm", "post_norm")
 _LINEARS = ("query", "key", "value", "projection", "gated", "down")
-_ROOM = ("hidden", "cos", "sin", "normed", "query", "key", "value", "attended", "inner", "strips")
+_ROOM = ("hidden", "cos", "sin", "normed", "query", "key", "value", "attended", "inner", "strips", "inner_strips")
 
 
 class _DecoderLayer(ctypes.Structure):
@@ -231,8 +231,8 @@ class NativeDecoder:
             layer.pages, layer.batch = ctypes.addressof(kv.pages), ctypes.addressof(plan.batch)
         of_queries, of_keys = shape.query_heads * shape.head_dim, shape.key_heads * shape.head_dim
         widths = (shape.width, of_queries, of_keys, of_keys, of_queries, self._inner)
-        strips = strips_of(num_tokens, max(shape.width, of_queries, self._inner))
-        room = (hidden, cos, sin, *(hidden.new_empty(num_tokens, width) for width in widths), strips)
+        strips = (strips_of(num_tokens, width) for width in (max(shape.width, of_queries), self._inner))
+        room = (hidden, cos, sin, *(hidden.new_empty(num_tokens, width) for width in widths), *strips)
         step = _DecoderStep(
             *(tensor.data_ptr() for tensor in room),
             num_tokens=num_tokens,

@@ -307,14 +307,6 @@ struct TileAttention : Task {
     for (int d = 0; d < pages.value_stride; d++) store(out + d * kStrip, load(out + d * kStrip) * factor);
   }
 
-  // Two numbers of each lane, rounded, side by side.
-  static void store_pairs(Vec even, Vec odd, void* to) {
-    const VecHalf2 side_by_side = {0, 16, 1, 17, 2,  18, 3,  19, 4,  20, 5,  21, 6,  22, 7,  23,
-                                   8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31};
-    const __m512bh halves = _mm512_cvtne2ps_pbh((__m512)odd, (__m512)even);
-    _mm512_storeu_si512(to, _mm512_permutexvar_epi16((__m512i)side_by_side, (__m512i)halves));
-  }
-
   static void store_lanes(float* to, __mmask16 lanes, Vec value) { _mm512_mask_storeu_ps(to, lanes, (__m512)value); }
 
   // Adds the values by the weights to what the rows have. Values are copied a part ahead: a tile that is loaded soon after

@@ -37,7 +37,8 @@ struct DecoderStep {
   void* value;       // [num_tokens][key_heads][head_dim]
   void* attended;    // [num_tokens][query_heads][head_dim]
   void* inner;       // [num_tokens][inner features of the MLP]
-  float* strips;     // as linear layers need it
+  float* strips;        // as linear layers need them, of any rows but inner ones
+  float* inner_strips;
   int64_t num_tokens;
   int32_t query_heads;
   int32_t key_heads;

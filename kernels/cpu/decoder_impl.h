@@ -26,15 +26,15 @@ struct LayerPass {
 
   void run() const {
     norm(layer.input_norm, step.hidden, step.normed, step.num_tokens, width());
-    multiply(layer.query, step.normed, step.query);
-    multiply(layer.key, step.normed, step.key);
-    multiply(layer.value, step.normed, step.value);
+    linear_layers(linear(layer.query, step.normed, step.query), linear(layer.key, step.normed, step.key),
+                  linear(layer.value, step.normed, step.value));
     attend();
-    multiply(layer.projection, step.attended, step.normed);
+    linear_layer(linear(layer.projection, step.attended, step.normed));
     add(step.normed);
     norm(layer.post_norm, step.hidden, step.normed, step.num_tokens, width());
-    multiply(layer.gated, step.normed, step.inner);
-    multiply(layer.down, step.inner, step.normed);
+    Linear down = linear(layer.down, step.inner, step.normed);
+    down.strips = step.inner_strips;
+    gated_mlp(linear(layer.gated, step.normed, step.inner), down);
     add(step.normed);
   }
 
@@ -60,9 +60,9 @@ struct LayerPass {
     if (of_heads.weight) norm(of_heads, rows, rows, step.num_tokens * count, step.head_dim);
   }
 
-  void multiply(Linear linear, const void* rows, void* out) const {
-    linear.rows = rows, linear.out = out, linear.strips = step.strips, linear.num_rows = step.num_tokens;
-    linear_layer(linear);
+  Linear linear(Linear layer, const void* rows, void* out) const {
+    layer.rows = rows, layer.out = out, layer.strips = step.strips, layer.num_rows = step.num_tokens;
+    return layer;
   }
 
   void add(const void* numbers) const {

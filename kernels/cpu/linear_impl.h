@@ -132,14 +132,30 @@ void multiply_panels(const Linear& layer) {
 }
 
 void linear_layer(const Linear& layer) {
-  if (layer.dtype == kFloat32)
-    multiply_panels<float>(layer);
-  else
+  if (layer.dtype == kFloat32) return multiply_panels<float>(layer);
 #ifdef BATCHKV_IN_TILES
-    multiply_in_tiles(layer);
+  multiply_in_tiles({{layer}});
 #else
-    multiply_panels<uint16_t>(layer);
+  multiply_panels<uint16_t>(layer);
 #endif
+}
+
+// Three layers of the same rows, of one dtype; they may have the same strips.
+void linear_layers(const Linear& first, const Linear& second, const Linear& third) {
+#ifdef BATCHKV_IN_TILES
+  if (first.dtype != kFloat32) return multiply_in_tiles({{first}, {second}, {third}});
+#endif
+  for (const Linear* layer : {&first, &second, &third}) linear_layer(*layer);
+}
+
+// A layer with a gate, and one that reads what it gives, with strips of its own. The results of the first are in its `out`
+// afterwards, or nowhere.
+void gated_mlp(const Linear& gated, const Linear& down) {
+#ifdef BATCHKV_IN_TILES
+  if (gated.dtype != kFloat32 && gated.out_features % kTileDepth == 0) return multiply_mlp_in_tiles(gated, down);
+#endif
+  linear_layer(gated);
+  linear_layer(down);
 }
 
 }  // namespace ISA

@@ -3,7 +3,9 @@
 // The weight is the left side, so its tiles are read where they lie, and what comes out is transposed: [output features]
 // [rows]. First the rows are brought into right tiles, 16 of them a strip. Then a task is a panel: two left tiles of the
 // weight, or one of the weight and one of the gate, for a block of rows that stays in the second cache, two strips at a
-// time: four tiles of sums, for which each tile that is loaded is used twice.
+// time: four tiles of sums, for which each tile that is loaded is used twice. Layers of the same rows share their strips.
+// What comes out as [output features][rows] is nearly what the next layer's right tiles are: a layer whose results only
+// that one reads writes those.
 
 namespace ISA {
 
@@ -16,6 +18,7 @@ struct TiledLinear {
   int64_t tiles = tiles_in(layer.in_features, kTileDepth);  // in a row of the weight
   int64_t strips = tiles_in(layer.num_rows, kTile);
   char* rows = reinterpret_cast<char*>(layer.strips);       // [strip][tile]
+  char* next_rows = nullptr;                                // those of the next layer, to be written instead of `out`
 
   void pack_strip(int64_t strip) const {
     const int64_t depth = layer.in_features;
@@ -103,6 +106,12 @@ inline void store_gated_strip(const float* sums, uint16_t* out, int64_t stride, 
     }
 }
 
+// The same to the tiles of the next layer's rows, in which neighbours are pairs: 16 features are half a tile.
+inline void store_gated_tile(const float* sums, char* tile) {
+  for (int i = 0; i < kTile; i += 2)
+    store_pairs(load(sums + i * kTile), load(sums + (i + 1) * kTile), tile + i / 2 * kTileRowBytes);
+}
+
 // Up to two strips of a panel whose products are there and have to be brought to `out`. Where there is a gate, that is done
 // while the next strips are multiplied: tiles and vectors are different units of a processor.
 struct Results {
@@ -134,6 +143,10 @@ struct Results {
     const Linear& layer = tiled.layer;
     const int64_t feature = panel * tiled.features_of_panel(), rows = layer.num_rows - first * kTile;
     const int64_t width = std::min<int64_t>(tiled.features_of_panel(), layer.out_features - feature);
+    if (tiled.next_rows) {
+      const int64_t tile = first * (layer.out_features / kTileDepth) + feature / kTileDepth;
+      return store_gated_tile(sums, tiled.next_rows + tile * kTileBytes + feature % kTileDepth / 2 * kTileRowBytes);
+    }
     uint16_t* out = static_cast<uint16_t*>(layer.out) + first * kTile * layer.out_features + feature;
     if (layer.gate) return store_gated_strip(sums, out, layer.out_features, rows, width);
     alignas(64) uint16_t biases[2 * kTile] = {};
@@ -145,13 +158,14 @@ struct Results {
 
 // The next panel, which is asked for while this one is multiplied.
 struct NextPanel {
-  const char* halves[2];
-  int64_t lines;       // of a half that have not been asked for
-  int64_t step_lines;  // of them with each step
+  const char* halves[2] = {};
+  int64_t lines = 0;       // of a half that have not been asked for
+  int64_t step_lines = 0;  // of them with each step
 
+  NextPanel() = default;
   NextPanel(const TiledLinear& tiled, int64_t panel) {
     for (int which : {0, 1}) halves[which] = reinterpret_cast<const char*>(tiled.half(panel, which));
-    lines = panel < tiled.panels() ? kTile * tiled.layer.in_features * sizeof(uint16_t) / 64 : 0;
+    lines = kTile * tiled.layer.in_features * sizeof(uint16_t) / 64;
     step_lines = tiles_in(lines, tiled.tiles * tiles_in(tiled.strips_of_block(), 2));
   }
 
@@ -205,29 +219,89 @@ inline void multiply_panel(const TiledLinear& tiled, int64_t panel, const LeftTi
   results.finish();
 }
 
-inline void multiply_in_tiles(const Linear& layer) {
-  if (layer.num_rows == 0) return;
-  const TiledLinear tiled{layer};
-  const int64_t panels = tiled.panels(), block = tiled.strips_of_block(), tasks = panels * tiles_in(tiled.strips, block);
-  const int64_t side_by_side = layer.gate ? 2 : 1;  // tasks of a thread, so that their results are whole cache lines
-  std::atomic<int64_t> next_strip{0}, next_task{0};
-#pragma omp parallel if (layer.num_rows * layer.in_features * layer.out_features >= kWorthThreads)
-  {
-    for (int64_t strip; (strip = next_strip++) < tiled.strips;) tiled.pack_strip(strip);
-#pragma omp barrier
+// Layers of the same rows, with what their tasks are: all panels of all layers for a block of rows, then for the next.
+class TiledLinears {
+ public:
+  explicit TiledLinears(std::initializer_list<TiledLinear> layers) : layers_(layers) {
+    for (const TiledLinear& tiled : layers_) panels_ += tiled.panels();
+    block_ = layers_[0].strips_of_block();
+    tasks_ = panels_ * tiles_in(layers_[0].strips, block_);
+  }
+
+  // For all threads of a team.
+  void pack() {
+    for (int64_t strip; (strip = next_strip_++) < layers_[0].strips;) layers_[0].pack_strip(strip);
+  }
+
+  // For all threads of a team, when all strips are there.
+  void multiply() {
     const Tiles tiles;
     std::vector<uint16_t> copied[2];
     static thread_local Room room;
     float* sums;
-    room.divide({(block + 1) * 2 * kTileFloats}, {&sums});
-    for (int64_t task = next_task.fetch_add(side_by_side), next; task < tasks; task = next) {
-      next = (task + 1) % side_by_side ? task + 1 : next_task.fetch_add(side_by_side);
-      const int64_t panel = task % panels, begin = task / panels * block;
+    room.divide({(block_ + 1) * 2 * kTileFloats}, {&sums});
+    const int64_t side_by_side = layers_[0].layer.gate ? 2 : 1;  // of a thread, so that results are whole cache lines
+    for (int64_t task = next_task_.fetch_add(side_by_side), next; task < tasks_; task = next) {
+      next = (task + 1) % side_by_side ? task + 1 : next_task_.fetch_add(side_by_side);
+      const auto [tiled, panel] = panel_of(task);
+      const int64_t begin = task / panels_ * block_;
       const LeftTiles halves[] = {tiled.left_tiles(panel, 0, copied[0]), tiled.left_tiles(panel, 1, copied[1])};
       finish_writing();
-      NextPanel ahead(tiled, next < tasks ? next % panels : panels);
-      multiply_panel(tiled, panel, halves, begin, std::min(begin + block, tiled.strips), ahead, sums);
+      NextPanel ahead;
+      if (next < tasks_) ahead = NextPanel(panel_of(next).tiled, panel_of(next).panel);
+      multiply_panel(tiled, panel, halves, begin, std::min(begin + block_, tiled.strips), ahead, sums);
     }
+  }
+
+ private:
+  struct Panel {
+    const TiledLinear& tiled;
+    int64_t panel;
+  };
+
+  Panel panel_of(int64_t task) const {
+    int64_t panel = task % panels_;
+    size_t i = 0;
+    for (; panel >= layers_[i].panels(); i++) panel -= layers_[i].panels();
+    return {layers_[i], panel};
+  }
+
+  const std::vector<TiledLinear> layers_;
+  int64_t panels_ = 0, block_, tasks_;
+  std::atomic<int64_t> next_strip_{0}, next_task_{0};
+};
+
+inline bool is_worth_threads(const Linear& layer) {
+  return layer.num_rows * layer.in_features * layer.out_features >= kWorthThreads;
+}
+
+// Layers of the same rows.
+inline void multiply_in_tiles(std::initializer_list<TiledLinear> layers) {
+  const Linear& first = layers.begin()->layer;
+  if (first.num_rows == 0) return;
+  TiledLinears linears(layers);
+#pragma omp parallel if (is_worth_threads(first))
+  {
+    linears.pack();
+#pragma omp barrier
+    linears.multiply();
+  }
+}
+
+// A layer with a gate and the one that reads it, whose strips are others.
+inline void multiply_mlp_in_tiles(const Linear& gated, const Linear& down) {
+  if (gated.num_rows == 0) return;
+  TiledLinear before{gated};
+  const TiledLinear after{down};
+  before.next_rows = after.rows;
+  TiledLinears first({before}), second({after});
+#pragma omp parallel if (is_worth_threads(gated))
+  {
+    first.pack();
+#pragma omp barrier
+    first.multiply();
+#pragma omp barrier
+    second.multiply();
   }
 }
 

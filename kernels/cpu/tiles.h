@@ -57,6 +57,14 @@ inline void pack_right_tile(const Vec (&rows)[kTile], void* tile) {
   for (int r = 0; r < kTile; r++) std::memcpy(static_cast<char*>(tile) + r * kTileRowBytes, &square[r], kTileRowBytes);
 }
 
+// Two numbers for each column, rounded, side by side: a row of a right tile.
+inline void store_pairs(Vec even, Vec odd, void* to) {
+  const VecHalf2 side_by_side = {0, 16, 1, 17, 2,  18, 3,  19, 4,  20, 5,  21, 6,  22, 7,  23,
+                                 8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31};
+  const __m512bh halves = _mm512_cvtne2ps_pbh((__m512)odd, (__m512)even);
+  _mm512_storeu_si512(to, _mm512_permutexvar_epi16((__m512i)side_by_side, (__m512i)halves));
+}
+
 // Sums are in the tiles 0 to kTiles - 1, of at most 4.
 template <int kTiles>
 inline void zero_sums() {
