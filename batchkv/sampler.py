@@ -185,7 +185,7 @@ def sample(
         allowed_BV = None if bits is None else _unpacked(bits, logits_LV)
         at = to_device(rows, device)
         on_drawn = None if sources is None else partial(sources.add, at, kind)
-        logits_BV = _select(logits_LV, logits_rows[rows], memory)
+        logits_BV = _select(logits_LV, logits_rows[rows], memory, as_floats=kind is _Kind.FILTERED)
         drawn = _draw_chunk(logits_BV, kind, params, memory, allowed_BV, on_drawn)
         token_ids_B[at], logprobs_B[at], best_B[at] = drawn
     return Sampled(token_ids_B, logprobs_B, best_B.isfinite(), sources.gathered() if sources else None)
@@ -233,10 +233,10 @@ def score(
     step, memory = _chunk_rows(logits_LV), _Memory.of(logits_LV, len(distinct))
     for start in range(0, len(distinct), step):
         part = slice(start, start + step)
-        logits_BV = _select(logits_LV, distinct[part], memory)
-        best_U[part], likeliest_U[part] = _greatest(logits_BV)
-        _, sums_BN = _weights(logits_BV, best_U[part], torch.full_like(best_U[part], temperature), memory)
-        log_mass_U[part] = sums_BN.double().sum(-1).log()
+        logits_BV = _select(logits_LV, distinct[part], memory, as_floats=False)
+        weighed = _weigh(logits_BV, torch.full_like(best_U[part], temperature), memory)
+        best_U[part], likeliest_U[part] = weighed.best, weighed.likeliest
+        log_mass_U[part] = weighed.mass.log()
     rows_M, which_M, targets_M = (to_device(a.astype(np.int64), device) for a in (rows, which, targets))
     # where there is no distribution the weight of the greatest logit is NaN, and so is the mass
     scaled_M = (logits_LV[rows_M, targets_M].float() - best_U[which_M]) / temperature
@@ -329,14 +329,17 @@ class _Memory:
         )
 
 
-def _select(logits_LV: torch.Tensor, rows: npt.NDArray[np.int64], memory: _Memory) -> torch.Tensor:
-    """The given rows as fp32; a view where nothing has to be moved."""
+def _select(logits_LV: torch.Tensor, rows: npt.NDArray[np.int64], memory: _Memory, *, as_floats: bool) -> torch.Tensor:
+    """The given rows; a view where nothing has to be moved. As fp32, where that is wanted or `_weigh` needs it."""
     first = int(rows[0])
     if np.array_equal(rows, np.arange(first, first + len(rows))):
         selected = logits_LV[first : first + len(rows)]
     else:
         selected = logits_LV[to_device(rows, logits_LV.device)]
-    return selected if selected.dtype == torch.float32 else memory.logits[: len(rows)].copy_(selected)
+    is_read = native_sampling.is_covered(selected.device) and native_sampling.reads(selected.dtype)
+    if selected.dtype == torch.float32 or (is_read and not as_floats):
+        return selected
+    return memory.logits[: len(rows)].copy_(selected)
 
 
 def _greatest(logits_BV: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -345,6 +348,43 @@ def _greatest(logits_BV: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         return logits_BV.max(-1)  # documented to be the first
     # torch's on a CPU has no vector instructions: ten times slower
     return logits_BV.amax(-1), torch.from_numpy(logits_BV.numpy().argmax(-1))
+
+
+@dataclass(frozen=True, slots=True)
+class _Weighed:
+    """What the tokens of a chunk weigh.
+
+    Attributes:
+        best: fp32 [B], the greatest logits.
+        likeliest: int64 [B], the first tokens that have them.
+        weights: fp32 [B, N, K], exp((logits - best) / temperature) in [0, 1]; zeros after the end of the vocabulary.
+        sums: fp32 [B, N], of the weights of each block.
+    """
+
+    best: torch.Tensor
+    likeliest: torch.Tensor
+    weights: torch.Tensor
+    sums: torch.Tensor
+
+    @property
+    def mass(self) -> torch.Tensor:
+        """float64 [B], the sum of a row's weights."""
+        return self.sums.double().sum(-1)
+
+
+def _weigh(logits_BV: torch.Tensor, temperature_B: torch.Tensor, memory: _Memory) -> _Weighed:
+    """The likeliest token weighs 1. Subtracting before dividing keeps tiny temperatures from overflowing."""
+    rows, vocabulary = logits_BV.shape
+    weights = memory.weights[:rows]
+    weights_BNK = weights.view(rows, -1, _BLOCK)
+    if native_sampling.is_covered(logits_BV.device):
+        best_B, likeliest_B = native_sampling.weigh(logits_BV, temperature_B, weights_BNK)
+    else:
+        best_B, likeliest_B = _greatest(logits_BV)
+        weights[:, vocabulary:] = 0
+        torch.sub(logits_BV, best_B[:, None], out=weights[:, :vocabulary])
+        weights[:, :vocabulary].div_(temperature_B[:, None]).exp_()
+    return _Weighed(best_B, likeliest_B, weights_BNK, weights_BNK.sum(-1))
 
 
 @dataclass(frozen=True, slots=True)
@@ -433,25 +473,23 @@ def _draw_chunk(
     allowed_BV: torch.Tensor | None = None,
     on_drawn: Callable[[_Choice], None] | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Tokens (int64 [B]), log-probabilities (fp32 [B]) and the greatest logits (fp32 [B]) of fp32 rows.
+    """Tokens (int64 [B]), log-probabilities (fp32 [B]) and the greatest logits (fp32 [B]) of a chunk.
 
     The greatest logit is not finite where there is nothing to sample from. `on_drawn` is told what they come from.
     """
     vocabulary, wants_entropies = logits_BV.shape[1], on_drawn is not None
     open_BV = logits_BV if allowed_BV is None else logits_BV.masked_fill(~allowed_BV, -torch.inf)
     whole = None if allowed_BV is None else _whole(logits_BV, rows.temperature, memory, wants_entropies)
-    best_B, tokens_B = _greatest(open_BV) if kind is _Kind.GREEDY else (open_BV.amax(-1), None)
-    weights_BNK, sums_BN = _weights(open_BV, best_B, rows.temperature, memory)
-    open_mass_B = sums_BN.double().sum(-1)
+    weighed = _weigh(open_BV, rows.temperature, memory)
+    best_B, weights_BNK, sums_BN = weighed.best, weighed.weights, weighed.sums
     if whole is None:  # before the filters, which work in place
-        whole = _Whole(best_B, open_mass_B, _entropies(weights_BNK) if wants_entropies else None)
+        whole = _Whole(best_B, weighed.mass, _entropies(weights_BNK) if wants_entropies else None)
     if kind is _Kind.FILTERED:
         weights_BV = weights_BNK.flatten(1)[:, :vocabulary]
-        _filter(weights_BV, open_BV, best_B, open_mass_B, rows)
+        _filter(weights_BV, open_BV, best_B, weighed.mass, rows)
         sums_BN = weights_BNK.sum(-1)
-    if tokens_B is None:
-        tokens_B = _search(weights_BNK, sums_BN, rows.uniform)
-    chosen_B = logits_BV.gather(1, tokens_B[:, None])[:, 0]
+    tokens_B = weighed.likeliest if kind is _Kind.GREEDY else _search(weights_BNK, sums_BN, rows.uniform)
+    chosen_B = logits_BV.gather(1, tokens_B[:, None])[:, 0].float()
     logprobs_B = (chosen_B - whole.best) / rows.temperature - whole.mass.log()
     if on_drawn and whole.entropies is not None:
         scaled_B = (chosen_B - best_B) / rows.temperature
@@ -477,9 +515,8 @@ class _Whole:
 
 
 def _whole(logits_BV: torch.Tensor, temperature_B: torch.Tensor, memory: _Memory, with_entropies: bool) -> _Whole:
-    best_B = logits_BV.amax(-1)
-    weights_BNK, sums_BN = _weights(logits_BV, best_B, temperature_B, memory)
-    return _Whole(best_B, sums_BN.double().sum(-1), _entropies(weights_BNK) if with_entropies else None)
+    weighed = _weigh(logits_BV, temperature_B, memory)
+    return _Whole(weighed.best, weighed.mass, _entropies(weighed.weights) if with_entropies else None)
 
 
 def _unpacked(bits: npt.NDArray[np.int32], logits_LV: torch.Tensor) -> torch.Tensor:
@@ -487,26 +524,6 @@ def _unpacked(bits: npt.NDArray[np.int32], logits_LV: torch.Tensor) -> torch.Ten
     octets = to_device(bits.astype("<i4", copy=False).view(np.uint8), logits_LV.device)
     powers = torch.arange(8, dtype=torch.uint8, device=logits_LV.device)
     return ((octets[:, :, None] >> powers) & 1).bool().flatten(1)[:, : logits_LV.shape[1]]
-
-
-def _weights(
-    logits_BV: torch.Tensor, best_B: torch.Tensor, temperature_B: torch.Tensor, memory: _Memory
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """exp((logits - best) / temperature) in [0, 1] as [B, N, K], with zeros after the end of the vocabulary, and the
-    sums of the blocks, [B, N].
-
-    The likeliest token weighs 1. Subtracting before dividing keeps tiny temperatures from overflowing.
-    """
-    rows, vocabulary = logits_BV.shape
-    weights = memory.weights[:rows]
-    weights_BNK = weights.view(rows, -1, _BLOCK)
-    if native_sampling.is_covered(logits_BV.device):
-        native_sampling.weigh(logits_BV, best_B, temperature_B, weights_BNK)
-    else:
-        weights[:, vocabulary:] = 0
-        torch.sub(logits_BV, best_B[:, None], out=weights[:, :vocabulary])
-        weights[:, :vocabulary].div_(temperature_B[:, None]).exp_()
-    return weights_BNK, weights_BNK.sum(-1)
 
 
 def _search(weights_BNK: torch.Tensor, sums_BN: torch.Tensor, uniforms_B: torch.Tensor) -> torch.Tensor:

@@ -1,7 +1,7 @@
 // The C interface of sampling: leads to the kernel of an instruction set, and searches.
 #include "isa.h"
 
-DECLARE_KERNEL(void weigh(const float*, int64_t, int64_t, const float*, const float*, float*, int64_t, int64_t))
+DECLARE_KERNEL(void weigh(const Weighing&))
 
 namespace {
 
@@ -25,10 +25,8 @@ Found invert(const float* weights, int64_t count, double uniform) {
 
 }  // namespace
 
-extern "C" void batchkv_weigh(InstructionSet instruction_set, const float* logits, int64_t logits_stride, int64_t size,
-                              const float* best, const float* temperature, float* weights, int64_t padded_size,
-                              int64_t num_rows) {
-  CALL_KERNEL(instruction_set, weigh(logits, logits_stride, size, best, temperature, weights, padded_size, num_rows));
+extern "C" void batchkv_weigh(InstructionSet instruction_set, const Weighing* weighing) {
+  CALL_KERNEL(instruction_set, weigh(*weighing));
 }
 
 extern "C" void batchkv_search(const float* weights, const float* sums, const double* uniform, int64_t* tokens,
@@ -39,3 +37,5 @@ extern "C" void batchkv_search(const float* weights, const float* sums, const do
     tokens[row] = block.index * block_size + invert(of_block, block_size, block.within).index;
   }
 }
+
+extern "C" int32_t batchkv_weighing_size() { return sizeof(Weighing); }

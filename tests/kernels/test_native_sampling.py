@@ -18,13 +18,19 @@ pytestmark = needs_native
 
 
 def weigh(logits_BV: torch.Tensor, temperature: float, instruction_set: str) -> torch.Tensor:
+    """The weights, of which all else is as it should be."""
     rows, vocabulary = logits_BV.shape
     weights_BNK = torch.full((rows, -(-vocabulary // BLOCK), BLOCK), torch.nan)
     temperature_B = torch.full((rows,), temperature)
-    native_sampling.weigh(logits_BV, logits_BV.amax(-1), temperature_B, weights_BNK, instruction_set)
+    best_B, likeliest_B = native_sampling.weigh(logits_BV, temperature_B, weights_BNK, instruction_set)
+    floats_BV = logits_BV.float()
+    assert torch.allclose(best_B, floats_BV.amax(-1), rtol=0, atol=0, equal_nan=True)
+    has_nan_B = floats_BV.isnan().any(-1)
+    assert torch.equal(likeliest_B[~has_nan_B], torch.from_numpy(floats_BV.numpy().argmax(-1))[~has_nan_B])
     return weights_BNK
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("instruction_set", INSTRUCTION_SETS)
 @settings(max_examples=60, deadline=None)
 @given(
@@ -35,10 +41,10 @@ def weigh(logits_BV: torch.Tensor, temperature: float, instruction_set: str) -> 
     seed=st.integers(0, 1 << 16),
 )
 def test_weights_are_those_of_the_softmax(
-    instruction_set: str, rows: int, vocabulary: int, temperature: float, masked: float, seed: int
+    instruction_set: str, dtype: torch.dtype, rows: int, vocabulary: int, temperature: float, masked: float, seed: int
 ) -> None:
     random = torch.Generator().manual_seed(seed)
-    logits_BV = 5 * torch.randn(rows, vocabulary, generator=random)
+    logits_BV = (5 * torch.randn(rows, vocabulary, generator=random)).to(dtype)
     logits_BV[torch.rand(rows, vocabulary, generator=random) < masked] = -torch.inf
     logits_BV[:, vocabulary // 2] = 1.0
     weights_BV = weigh(logits_BV, temperature, instruction_set).flatten(1)
@@ -49,12 +55,37 @@ def test_weights_are_those_of_the_softmax(
     assert bool((weights_BV[:, vocabulary:] == 0).all())
 
 
+@pytest.mark.parametrize("temperature", [0.7, 1.0])
 @pytest.mark.parametrize("instruction_set", INSTRUCTION_SETS)
-def test_a_row_has_the_same_bits_in_any_company(instruction_set: str) -> None:
+def test_a_row_has_the_same_bits_in_any_company(instruction_set: str, temperature: float) -> None:
     logits_BV = torch.randn(40, 1000, generator=torch.Generator().manual_seed(0))
-    weights_BNK = weigh(logits_BV, 0.7, instruction_set)
+    weights_BNK = weigh(logits_BV, temperature, instruction_set)
     for rows in ([3], [39, 0, 3], list(range(17))):
-        assert torch.equal(weigh(logits_BV[rows], 0.7, instruction_set), weights_BNK[rows])
+        assert torch.equal(weigh(logits_BV[rows], temperature, instruction_set), weights_BNK[rows])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("instruction_set", INSTRUCTION_SETS)
+def test_rows_without_a_distribution_have_a_greatest_logit_that_says_so(
+    instruction_set: str, dtype: torch.dtype
+) -> None:
+    logits_BV = torch.randn(4, 50).to(dtype)
+    logits_BV[0, 48], logits_BV[1, 3], logits_BV[2, 20], logits_BV[3] = torch.nan, torch.nan, torch.inf, -torch.inf
+    logits_BV[1, 40] = 100
+    best_B, _ = native_sampling.weigh(logits_BV, torch.ones(4), torch.empty(4, 2, BLOCK), instruction_set)
+    assert best_B[:2].isnan().all()
+    assert best_B[2:].tolist() == [torch.inf, -torch.inf]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("instruction_set", INSTRUCTION_SETS)
+def test_the_likeliest_token_is_the_first_of_equals(instruction_set: str, dtype: torch.dtype) -> None:
+    for vocabulary in (5, 64, 200):
+        logits_BV = torch.zeros(vocabulary, vocabulary, dtype=dtype)
+        logits_BV += torch.ones(vocabulary, vocabulary, dtype=dtype).triu()  # row r: from token r on
+        weights_BNK = torch.empty(vocabulary, 8, BLOCK)
+        _, likeliest_B = native_sampling.weigh(logits_BV, torch.ones(vocabulary), weights_BNK, instruction_set)
+        assert likeliest_B.tolist() == list(range(vocabulary))
 
 
 def test_rows_may_be_parts_of_longer_ones() -> None:
@@ -95,8 +126,8 @@ def test_what_is_no_distribution_still_gives_a_token(bad: float) -> None:
 
 def test_what_does_not_belong_together_is_refused() -> None:
     with pytest.raises(ValueError, match="do not belong together"):
-        native_sampling.weigh(torch.zeros(2, 50), torch.zeros(3), torch.ones(2), torch.zeros(2, 2, 32))
+        native_sampling.weigh(torch.zeros(2, 50), torch.ones(3), torch.zeros(2, 2, 32))
     with pytest.raises(ValueError, match="do not belong together"):
-        native_sampling.weigh(torch.zeros(2, 70), torch.zeros(2), torch.ones(2), torch.zeros(2, 2, 32))
+        native_sampling.weigh(torch.zeros(2, 70), torch.ones(2), torch.zeros(2, 2, 32))
     with pytest.raises(ValueError, match="do not fit"):
         native_sampling.search(torch.zeros(2, 2, 32), torch.zeros(2, 3), torch.zeros(2, dtype=torch.float64))

@@ -97,11 +97,9 @@ def kept(logits_BV: torch.Tensor, params: list[SamplingParams]) -> torch.Tensor:
     """bool [B, V], what the filters leave. White box: the draws alone would show small weights too seldom."""
     logits_BV = logits_BV.float()
     rows = sampler._Rows.on(logits_BV.device, batch_of(*params), np.zeros(len(params)))
-    best_B = logits_BV.amax(-1)
-    memory = sampler._Memory.of(logits_BV, len(logits_BV))
-    weights_BNK, _ = sampler._weights(logits_BV, best_B, rows.temperature, memory)
-    weights_BV = weights_BNK.flatten(1)[:, : logits_BV.shape[1]]
-    sampler._filter(weights_BV, logits_BV, best_B, weights_BNK.double().sum((1, 2)), rows)
+    weighed = sampler._weigh(logits_BV, rows.temperature, sampler._Memory.of(logits_BV, len(logits_BV)))
+    weights_BV = weighed.weights.flatten(1)[:, : logits_BV.shape[1]]
+    sampler._filter(weights_BV, logits_BV, weighed.best, weighed.mass, rows)
     return weights_BV > 0
 
 
