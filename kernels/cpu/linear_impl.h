@@ -134,26 +134,37 @@ void multiply_panels(const Linear& layer) {
 void linear_layer(const Linear& layer) {
   if (layer.dtype == kFloat32) return multiply_panels<float>(layer);
 #ifdef BATCHKV_IN_TILES
-  multiply_in_tiles({{layer}});
+  multiply_in_tiles({{layer}}, [](int64_t, int64_t) {});
 #else
   multiply_panels<uint16_t>(layer);
 #endif
 }
 
-// Three layers of the same rows, of one dtype; they may have the same strips.
-void linear_layers(const Linear& first, const Linear& second, const Linear& third) {
+// All rows of a layer by `make_rows(first, last)`, before the layer is computed.
+template <typename MakeRows>
+void make_all_rows(const Linear& layer, const MakeRows& make_rows) {
+#pragma omp parallel for schedule(static) if (layer.num_rows * layer.in_features >= kWorthThreads)
+  for (int64_t row = 0; row < layer.num_rows; row++) make_rows(row, row + 1);
+}
+
+// Three layers of the same rows, which `make_rows(first, last)` makes, of one dtype; they may have the same strips.
+template <typename MakeRows>
+void linear_layers(const Linear& first, const Linear& second, const Linear& third, const MakeRows& make_rows) {
 #ifdef BATCHKV_IN_TILES
-  if (first.dtype != kFloat32) return multiply_in_tiles({{first}, {second}, {third}});
+  if (first.dtype != kFloat32) return multiply_in_tiles({{first}, {second}, {third}}, make_rows);
 #endif
+  make_all_rows(first, make_rows);
   for (const Linear* layer : {&first, &second, &third}) linear_layer(*layer);
 }
 
-// A layer with a gate, and one that reads what it gives, with strips of its own. The results of the first are in its `out`
-// afterwards, or nowhere.
-void gated_mlp(const Linear& gated, const Linear& down) {
+// A layer with a gate, whose rows `make_rows(first, last)` makes, and one that reads what it gives, with strips of its own.
+// The results of the first are in its `out` afterwards, or nowhere.
+template <typename MakeRows>
+void gated_mlp(const Linear& gated, const Linear& down, const MakeRows& make_rows) {
 #ifdef BATCHKV_IN_TILES
-  if (gated.dtype != kFloat32 && gated.out_features % kTileDepth == 0) return multiply_mlp_in_tiles(gated, down);
+  if (gated.dtype != kFloat32 && gated.out_features % kTileDepth == 0) return multiply_mlp_in_tiles(gated, down, make_rows);
 #endif
+  make_all_rows(gated, make_rows);
   linear_layer(gated);
   linear_layer(down);
 }

@@ -229,8 +229,13 @@ class TiledLinears {
   }
 
   // For all threads of a team.
-  void pack() {
-    for (int64_t strip; (strip = next_strip_++) < layers_[0].strips;) layers_[0].pack_strip(strip);
+  template <typename MakeRows>
+  void pack(const MakeRows& make_rows) {
+    const TiledLinear& tiled = layers_[0];
+    for (int64_t strip; (strip = next_strip_++) < tiled.strips;) {
+      make_rows(strip * kTile, std::min((strip + 1) * kTile, tiled.layer.num_rows));
+      tiled.pack_strip(strip);
+    }
   }
 
   // For all threads of a team, when all strips are there.
@@ -275,21 +280,23 @@ inline bool is_worth_threads(const Linear& layer) {
   return layer.num_rows * layer.in_features * layer.out_features >= kWorthThreads;
 }
 
-// Layers of the same rows.
-inline void multiply_in_tiles(std::initializer_list<TiledLinear> layers) {
+// Layers of the same rows, which `make_rows(first, last)` makes.
+template <typename MakeRows>
+void multiply_in_tiles(std::initializer_list<TiledLinear> layers, const MakeRows& make_rows) {
   const Linear& first = layers.begin()->layer;
   if (first.num_rows == 0) return;
   TiledLinears linears(layers);
 #pragma omp parallel if (is_worth_threads(first))
   {
-    linears.pack();
+    linears.pack(make_rows);
 #pragma omp barrier
     linears.multiply();
   }
 }
 
 // A layer with a gate and the one that reads it, whose strips are others.
-inline void multiply_mlp_in_tiles(const Linear& gated, const Linear& down) {
+template <typename MakeRows>
+void multiply_mlp_in_tiles(const Linear& gated, const Linear& down, const MakeRows& make_rows) {
   if (gated.num_rows == 0) return;
   TiledLinear before{gated};
   const TiledLinear after{down};
@@ -297,7 +304,7 @@ inline void multiply_mlp_in_tiles(const Linear& gated, const Linear& down) {
   TiledLinears first({before}), second({after});
 #pragma omp parallel if (is_worth_threads(gated))
   {
-    first.pack();
+    first.pack(make_rows);
 #pragma omp barrier
     first.multiply();
 #pragma omp barrier
