@@ -60,7 +60,7 @@ from batchkv.results import in_order, response_lines, result_blocks, result_sche
 from batchkv.rows import PromptLimits, take_in
 from batchkv.run_folder import RunFolder
 from batchkv.run_log import Snapshots
-from batchkv.sampler import SamplingBatch
+from batchkv.sampling_batch import SamplingBatch
 from batchkv.sampling_params import SamplingParams
 from batchkv.stopping import end_token_ids as find_end_token_ids
 from batchkv.summary import FinishedRun

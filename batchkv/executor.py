@@ -31,8 +31,10 @@ from batchkv.matchers import Matchers
 from batchkv.metrics import RunMetrics
 from batchkv.model_runner import ModelRunner
 from batchkv.progress import OnStep
-from batchkv.sampler import SampledFrom, SamplingBatch, sample, score
+from batchkv.sampler import sample, score
+from batchkv.sampling_batch import SamplingBatch
 from batchkv.sampling_record import SamplingRecords
+from batchkv.sampling_source import SampledFrom
 from batchkv.scheduler import Scheduler
 from batchkv.scoring import Scores, build_score_table
 from batchkv.sequence import GeneratedTokens

@@ -16,7 +16,7 @@ import numpy.typing as npt
 
 from batchkv.constraints import Constraint, ConstraintError, Grammars, is_of_compiler
 from batchkv.errors import RowError
-from batchkv.sampler import AllowedTokens
+from batchkv.sampling_batch import AllowedTokens
 from batchkv.sampling_params import SamplingParams
 
 Int64Array = npt.NDArray[np.int64]

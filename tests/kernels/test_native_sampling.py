@@ -8,7 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from batchkv import sampler
+from batchkv import token_weights
 from batchkv.kernels import native_sampling
 from tests.native_kernels import INSTRUCTION_SETS, needs_native
 
@@ -108,8 +108,8 @@ def test_the_search_finds_what_it_finds_with_torch(uniform: float, sparse: bool,
     weights_BNK[:, seed % 9, seed % BLOCK] = 0.5
     sums_BN, uniform_B = weights_BNK.sum(-1), torch.full((4,), uniform, dtype=torch.float64)
     found_B = native_sampling.search(weights_BNK, sums_BN, uniform_B)
-    block_B, within_B = sampler._invert_cdf(sums_BN, uniform_B)
-    token_B, _ = sampler._invert_cdf(weights_BNK[torch.arange(4), block_B], within_B)
+    block_B, within_B = token_weights._invert_cdf(sums_BN, uniform_B)
+    token_B, _ = token_weights._invert_cdf(weights_BNK[torch.arange(4), block_B], within_B)
     assert torch.equal(found_B, block_B * BLOCK + token_B)
     assert bool((weights_BNK.flatten(1).gather(1, found_B[:, None]) > 0).all())
 

@@ -12,11 +12,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers.generation.logits_process import MinPLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
-from batchkv import sampler
+from batchkv import sampler, token_filters, token_weights
 from batchkv.kernels import native_sampling
 from batchkv.random_numbers import stream_keys
-from batchkv.sampler import AllowedTokens, SamplingBatch
+from batchkv.sampling_batch import AllowedTokens, RowParams, SamplingBatch
 from batchkv.sampling_params import SamplingParams
+from batchkv.token_filters import remove_filtered
+from batchkv.token_weights import ChunkMemory, weigh
 from batchkv.transfers import HostCopies
 
 
@@ -96,10 +98,10 @@ def sampled_at(
 def kept(logits_BV: torch.Tensor, params: list[SamplingParams]) -> torch.Tensor:
     """bool [B, V], what the filters leave. White box: the draws alone would show small weights too seldom."""
     logits_BV = logits_BV.float()
-    rows = sampler._Rows.on(logits_BV.device, batch_of(*params), np.zeros(len(params)))
-    weighed = sampler._weigh(logits_BV, rows.temperature, sampler._Memory.of(logits_BV, len(logits_BV)))
+    rows = RowParams.on(logits_BV.device, batch_of(*params), np.zeros(len(params)))
+    weighed = weigh(logits_BV, rows.temperature, ChunkMemory.of(logits_BV, len(logits_BV)))
     weights_BV = weighed.weights.flatten(1)[:, : logits_BV.shape[1]]
-    sampler._filter(weights_BV, logits_BV, weighed.best, weighed.mass, rows)
+    remove_filtered(weights_BV, logits_BV, weighed.best, weighed.mass, rows)
     return weights_BV > 0
 
 
@@ -188,7 +190,7 @@ def test_ends_of_the_cdf_are_kept_tokens(
 def test_ends_and_edges_of_the_cdf_fall_on_entries_with_weight() -> None:
     weights = torch.tensor([[0.0, 1, 0, 1, 0]]).expand(5, -1)
     points = torch.tensor([0.0, 0.25, 0.5, 0.75, 1.0], dtype=torch.float64)
-    entries, rests = sampler._invert_cdf(weights, points)
+    entries, rests = token_weights._invert_cdf(weights, points)
     assert entries.tolist() == [1, 1, 3, 3, 3]
     assert rests.tolist() == pytest.approx([0, 0.5, 0, 0.5, 1])
 
@@ -201,7 +203,7 @@ def test_an_uneven_sum_does_not_give_a_removed_token_a_place(monkeypatch: pytest
         return exact_cumsum(weights, *args, **kwargs) + torch.tensor([0, 1e-12, 0, 1e-12], dtype=torch.float64)
 
     monkeypatch.setattr(torch.Tensor, "cumsum", uneven_cumsum)
-    entries, _ = sampler._invert_cdf(
+    entries, _ = token_weights._invert_cdf(
         torch.tensor([[1.0, 0, 1, 0]]).expand(2, -1), torch.tensor([0.5, 1.0], dtype=torch.float64)
     )
     assert entries.tolist() == [2, 2]
@@ -287,13 +289,13 @@ def test_a_row_is_sorted_whole_only_when_the_cut_lies_far_down(
     params: SamplingParams, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     widths: list[int] = []
-    largest = sampler._largest
+    largest = token_filters._largest
 
     def spy(logits_BV: torch.Tensor, width: int) -> torch.Tensor:
         widths.append(width)
         return largest(logits_BV, width)
 
-    monkeypatch.setattr(sampler, "_largest", spy)
+    monkeypatch.setattr(token_filters, "_largest", spy)
     masked = torch.full((1, 3000), -torch.inf)
     masked[0, [5, 50, 500]] = 1.0
     peaked = torch.linspace(-1, 1, 3000)[None].clone()
@@ -340,7 +342,7 @@ def test_a_row_does_not_depend_on_its_neighbours(dtype: torch.dtype, monkeypatch
     positions = np.arange(64) * 7
     together = sample(logits, batch, positions)
     backwards = sample(logits.flip(0), batch.take(np.arange(64)[::-1]), positions[::-1])
-    monkeypatch.setattr(sampler, "_CHUNK_BYTES_CPU", 3 * 4 * 3001)
+    monkeypatch.setattr(token_weights, "_CHUNK_BYTES_CPU", 3 * 4 * 3001)
     chunked = sample(logits, batch, positions)
     alone = [sample(logits[i : i + 1], batch.take(np.array([i])), positions[i : i + 1]) for i in range(64)]
     tokens = together.token_ids.tolist()
@@ -372,7 +374,7 @@ def test_samples_differ_by_key_and_by_position() -> None:
 def test_temporaries_are_bounded() -> None:
     logits = torch.empty(1000, 1).expand(1000, 262_144)
     chunks = list(sampler._chunks(batch_of(*MIXED, samples=1000 // len(MIXED)), logits))
-    assert max(len(rows) for _, rows, _ in chunks) * 262_144 * 4 <= sampler._CHUNK_BYTES_CPU
+    assert max(len(rows) for _, rows, _ in chunks) * 262_144 * 4 <= token_weights._CHUNK_BYTES_CPU
     assert sorted(np.concatenate([rows for _, rows, _ in chunks])) == list(range(len(MIXED) * (1000 // len(MIXED))))
 
 

@@ -13,14 +13,14 @@ from hypothesis import strategies as st
 from transformers import PreTrainedModel
 from transformers.generation.logits_process import MinPLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
-from batchkv import executor, sampler
+from batchkv import executor, sampler, token_weights
 from batchkv.engine import Engine
 from batchkv.errors import RowError
 from batchkv.executor import RunOptions
 from batchkv.metrics import RunMetrics
 from batchkv.preparation import prepare_wave
 from batchkv.random_numbers import stream_keys
-from batchkv.sampler import AllowedTokens, SamplingBatch
+from batchkv.sampling_batch import AllowedTokens, SamplingBatch
 from batchkv.sampling_params import SamplingParams
 from batchkv.sampling_record import SamplingRecord, SamplingRecords
 from batchkv.token_arena import TokenArena
@@ -265,7 +265,7 @@ def test_a_rows_source_does_not_depend_on_its_neighbours(monkeypatch: pytest.Mon
     logits = torch.randn(len(params), 1500, generator=torch.Generator().manual_seed(3)) * 2
     limits = only({row: list(range(row % 7, 1500, 7)) for row in range(0, len(params), 3)}, 1500)
     together = draw(logits, params, allowed=limits)
-    monkeypatch.setattr(sampler, "_CHUNK_BYTES_CPU", 2 * 4 * 1500)
+    monkeypatch.setattr(token_weights, "_CHUNK_BYTES_CPU", 2 * 4 * 1500)
     chunked = draw(logits, params, allowed=limits)
     assert together.kept == chunked.kept
     np.testing.assert_array_equal(together.sampling_logprobs, chunked.sampling_logprobs)

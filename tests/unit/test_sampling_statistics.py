@@ -23,7 +23,8 @@ from transformers.generation.logits_process import (
 
 from batchkv.engine import Engine
 from batchkv.random_numbers import row_key, stream_keys
-from batchkv.sampler import SamplingBatch, sample
+from batchkv.sampler import sample
+from batchkv.sampling_batch import SamplingBatch
 from batchkv.sampling_params import SamplingParams
 from tests.tiny_models import FAMILIES, VOCAB_SIZE
 

@@ -10,12 +10,13 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from batchkv import sampler
+from batchkv import sampler, token_weights
 from batchkv.intervals import NO_MINIMUM, minima
 from batchkv.kv_layout import KVLayout, LayerSpec
 from batchkv.planner import Limits, list_sequences, make_plan
 from batchkv.random_numbers import stream_keys
-from batchkv.sampler import SamplingBatch, score
+from batchkv.sampler import score
+from batchkv.sampling_batch import SamplingBatch
 from batchkv.sampling_params import RowParams, SamplingParams
 from batchkv.scoring import SCORING, ScoreTable, build_score_table, split_last_tokens
 from batchkv.sequence import SequenceTable
@@ -205,7 +206,7 @@ def test_scores_are_the_log_softmax_at_the_targets(dtype: torch.dtype, monkeypat
     torch.testing.assert_close(scored.logprobs.double(), expected, rtol=0, atol=1e-5)
     assert scored.logprobs.dtype == torch.float32
     assert scored.is_greedy.tolist() == (logits.float().argmax(1).numpy()[rows] == targets).tolist()
-    monkeypatch.setattr(sampler, "_CHUNK_BYTES_CPU", 2 * 4 * 1000)  # two rows at a time
+    monkeypatch.setattr(token_weights, "_CHUNK_BYTES_CPU", 2 * 4 * 1000)  # two rows at a time
     in_chunks = score(logits, rows, targets)
     assert torch.equal(in_chunks.logprobs, scored.logprobs)
     assert torch.equal(in_chunks.is_greedy, scored.is_greedy)
