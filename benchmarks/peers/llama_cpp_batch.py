@@ -7,7 +7,6 @@ a copy of the sequence. Both cost no KV. Then all sequences of the window decode
 
 from __future__ import annotations
 
-import ctypes
 import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -171,7 +170,8 @@ class Driver:
         self._batch.token[place] = token
         self._batch.pos[place] = position
         self._batch.n_seq_id[place] = len(ids)
-        self._batch.seq_id[place][0 : len(ids)] = (ctypes.c_int32 * len(ids))(*ids)
+        for at, number in enumerate(ids):
+            self._batch.seq_id[place][at] = number
         self._batch.logits[place] = wanted
         self._batch.n_tokens += 1
         return place
