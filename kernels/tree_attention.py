@@ -137,13 +137,7 @@ def attend_items(
             tl.store(out_ptr + at[:, None] + value_dim[None, :], result.to(out_ptr.dtype.element_ty), mask=is_value)
         else:
             at = (state + row // HEADS).to(tl.int64) * tl.num_programs(1) * HEADS + head
-            has_seen = total > 0
-            lse = tl.where(has_seen, (largest + tl.log2(tl.where(has_seen, total, 1.0))) * LN2, NOTHING)
-            # a row that is not a number has no positive total; it must stay not a number
-            lse = tl.where(total == total, lse, total)
-            result = out / tl.where(total == 0, 1.0, total)[:, None]
-            tl.store(state_lse_ptr + at, lse, mask=is_real)
-            tl.store(state_out_ptr + at[:, None] * VALUE_DIM + value_dim[None, :], result, mask=is_value)
+            _store_state(state_out_ptr, state_lse_ptr, at, value_dim, out, total, largest, is_real, is_value, VALUE_DIM)
 
 
 @triton.jit
@@ -192,12 +186,7 @@ def _attend_tile(
     slot = page.to(tl.int64) * PAGE_SIZE + key_position % PAGE_SIZE
 
     key_ptrs = key_ptr + slot[None, :] * stride_key_slot + kv_head * KEY_DIM + key_dim[:, None]
-    if IS_MASKED:
-        key = tl.load(key_ptrs, mask=is_key[None, :] & (key_dim[:, None] < KEY_DIM), other=0.0)
-    elif key_dim.shape[0] != KEY_DIM:
-        key = tl.load(key_ptrs, mask=key_dim[:, None] < KEY_DIM, other=0.0)
-    else:
-        key = tl.load(key_ptrs)
+    key = _load_vectors(key_ptrs, is_key[None, :], key_dim[:, None] < KEY_DIM, key_dim.shape[0] != KEY_DIM, IS_MASKED)
     score = tl.dot(query, key.to(query.dtype), input_precision=PRECISION) * scale
     if IS_QUANTIZED:
         key_scale = tl.load(key_scale_ptr + slot * num_kv_heads + kv_head, mask=is_key, other=0.0)
@@ -222,14 +211,34 @@ def _attend_tile(
         value_scale = tl.load(value_scale_ptr + slot * num_kv_heads + kv_head, mask=is_key, other=0.0)
         weight = weight * value_scale[None, :]
     value_ptrs = value_ptr + slot[:, None] * stride_value_slot + kv_head * VALUE_DIM + value_dim[None, :]
-    if IS_MASKED:
-        value = tl.load(value_ptrs, mask=is_key[:, None] & (value_dim[None, :] < VALUE_DIM), other=0.0)
-    elif value_dim.shape[0] != VALUE_DIM:
-        value = tl.load(value_ptrs, mask=value_dim[None, :] < VALUE_DIM, other=0.0)
-    else:
-        value = tl.load(value_ptrs)
+    is_dim = value_dim[None, :] < VALUE_DIM
+    value = _load_vectors(value_ptrs, is_key[:, None], is_dim, value_dim.shape[0] != VALUE_DIM, IS_MASKED)
     weighted = tl.dot(weight.to(query.dtype), value.to(query.dtype), input_precision=PRECISION)
     return out * kept[:, None] + weighted, total, new_largest
+
+
+@triton.jit
+def _load_vectors(ptrs, is_slot, is_dim, HAS_PADDING: tl.constexpr, IS_MASKED: tl.constexpr):
+    """Keys or values, [D, N] or [N, D], with zeros where there are none; masks only where they are needed."""
+    if IS_MASKED:
+        vectors = tl.load(ptrs, mask=is_slot & is_dim, other=0.0)
+    elif HAS_PADDING:
+        vectors = tl.load(ptrs, mask=is_dim, other=0.0)
+    else:
+        vectors = tl.load(ptrs)
+    return vectors
+
+
+@triton.jit
+def _store_state(out_ptr, lse_ptr, at, value_dim, out, total, largest, is_real, is_value, VALUE_DIM: tl.constexpr):
+    """What a tile of queries has of the keys of its item, as states `at` [M]."""
+    has_seen = total > 0
+    lse = tl.where(has_seen, (largest + tl.log2(tl.where(has_seen, total, 1.0))) * LN2, NOTHING)
+    # a row that is not a number has no positive total; it must stay not a number
+    lse = tl.where(total == total, lse, total)
+    result = out / tl.where(total == 0, 1.0, total)[:, None]
+    tl.store(lse_ptr + at, lse, mask=is_real)
+    tl.store(out_ptr + at[:, None] * VALUE_DIM + value_dim[None, :], result, mask=is_value)
 
 
 @triton.jit(do_not_specialize=["num_heads"], do_not_specialize_on_alignment=["num_tokens_ptr"])
