@@ -97,6 +97,7 @@ class Engine:
         tokenizer_name = tokenizer if isinstance(tokenizer, str) else None
         self.config = EngineConfig(model=name, tokenizer=tokenizer_name, **config)
         self.device = _execution_device(self.config.device)
+        _check_memory(self.config, self.device)
         if isinstance(model, PreTrainedModel):
             check_supported(model.config, type(model))
             _check_device(model.device)
@@ -509,6 +510,20 @@ def _why_not_deterministic(model: PreTrainedModel, kv_dtype: torch.dtype, attent
 def kv_budget_bytes(config: EngineConfig, device: torch.device) -> int:
     """Bytes of KV that `--kv-memory` allows on this device, now: before or after the weights are loaded."""
     return parse_memory_size(config.kv_memory, free_bytes=_free_bytes(device))
+
+
+def _check_memory(config: EngineConfig, device: torch.device) -> None:
+    """A job that took such a budget at its word would be killed in the middle."""
+    total = (
+        torch.cuda.get_device_properties(device).total_memory
+        if device.type == "cuda"
+        else psutil.virtual_memory().total
+    )
+    if parse_memory_size(config.kv_memory, free_bytes=total) > total:
+        raise UserError(
+            f"--kv-memory {config.kv_memory} is more than the {total / (1 << 30):.1f} GiB that there are: "
+            "give less, or a fraction of what is free such as 0.8"
+        )
 
 
 def _free_bytes(device: torch.device) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -58,3 +59,11 @@ class RowError:
 
     code: RowErrorCode
     message: str
+
+
+def first_of(errors: Mapping[int, RowError]) -> str | None:
+    """The error of the first row (by number, from 0) that has one, for people."""
+    if not errors:
+        return None
+    row = min(errors)
+    return f"row {row}: {errors[row].code}: {errors[row].message}"

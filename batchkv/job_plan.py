@@ -187,6 +187,7 @@ class JobPlan:
     Attributes:
         rows: rows of the job, those with errors included.
         errors: rows that cannot run.
+        first_error: why the first of these cannot.
         generations: rows that wait for nobody, rows that wait for these, and so on.
         totals: of the rows that wait for nobody; what the others are like depends on what these give.
         first: the first wave's plan, whose trie is drawn; it is the whole job's if there is one wave.
@@ -194,6 +195,7 @@ class JobPlan:
 
     rows: int
     errors: int
+    first_error: str | None
     generations: tuple[int, ...]
     totals: PlanTotals
     first: Plan
@@ -204,6 +206,7 @@ class JobPlan:
         return {
             "rows": self.rows,
             "errors": self.errors,
+            "first_error": self.first_error,
             "generations": list(self.generations),
             "waves": totals.waves,
             "sequences": totals.sequences,
@@ -243,6 +246,8 @@ class JobPlan:
             f"pages of {totals.page_size}",
             f"in flight {window:,} sequences fit at any point",
         ]
+        if self.first_error:
+            lines.insert(1, f"errors    the first: {self.first_error}")
         if len(self.generations) > 1:
             counts = ", then ".join(f"{count:,}" for count in self.generations)
             lines.append(f"waiting   {counts} rows, each generation for those before; all above is of the first")

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 import numpy.typing as npt
 
-from batchkv.errors import RowError
+from batchkv.errors import RowError, first_of
 from batchkv.records import Record, RecordSink
 
 Int64Array = npt.NDArray[np.int64]
@@ -28,11 +28,17 @@ class Ledger:
         self._sink = sink
         self._recorded = np.bincount(rows).astype(np.int32)
         self._failed = np.zeros(len(self._recorded), np.bool_)
+        self._first_error: dict[int, RowError] = {}
 
     @property
     def num_errors(self) -> int:
         """Rows with an error."""
         return int(self._failed.sum())
+
+    @property
+    def first_error(self) -> str | None:
+        """Why the first of them has one."""
+        return first_of(self._first_error)
 
     @property
     def num_samples(self) -> int:
@@ -60,6 +66,8 @@ class Ledger:
         if new:
             self._widen(max(new) + 1)
             self._failed[list(new)] = True
+            first = min(new.keys() | self._first_error.keys())
+            self._first_error = {first: (new | self._first_error)[first]}
             self._sink.append([Record.of_error(row, error) for row, error in new.items()])
 
     def _widen(self, num_rows: int, *, exactly: bool = False) -> None:

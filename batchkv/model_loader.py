@@ -9,6 +9,7 @@ import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, redirect_stderr
 from dataclasses import dataclass
+from difflib import get_close_matches
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -324,6 +325,8 @@ def _remedy(source: ModelSource, error: Exception) -> str:
         return "the file is damaged, or of a kind transformers cannot convert: use the model's safetensors"
     if Path(source.location).is_dir():
         return "give the directory of a whole model, as save_pretrained() writes it"
+    if get_close_matches(source.name, [ALIAS]):
+        return f"is {ALIAS!r} meant?"
     return "check the name and the network, or give a directory"
 
 

@@ -9,7 +9,7 @@ import numpy as np
 
 from batchkv.choices import ChoiceTokens
 from batchkv.constraints import ConstraintChecks
-from batchkv.errors import RowError
+from batchkv.errors import RowError, first_of
 from batchkv.io.read import JobSource
 from batchkv.job_plan import JobPlan, Plan, PlanTotals
 from batchkv.metrics import RunMetrics
@@ -36,7 +36,7 @@ def plan_job(
     on_progress: OnProgress = no_progress,
 ) -> JobPlan:
     """Reads and plans a job; arguments as of `take_in` and `prepare_wave`."""
-    errors: set[int] = set()
+    errors: dict[int, RowError] = {}
 
     def reject(found: Mapping[int, RowError]) -> None:
         errors.update(found)
@@ -65,13 +65,13 @@ def plan_job(
     if first is None:
         first = make_plan(Wave.of(TokenArena.from_rows([]), []), facts.layout, limits)
         totals = totals.plus(first)
-    return JobPlan(rows.num_rows, len(errors), _generations(rows, errors), totals, first)
+    return JobPlan(rows.num_rows, len(errors), first_of(errors), _generations(rows, len(errors)), totals, first)
 
 
-def _generations(rows: Rows, errors: set[int]) -> tuple[int, ...]:
+def _generations(rows: Rows, num_errors: int) -> tuple[int, ...]:
     """Rows that can run in each generation: those that wait for nobody, those that wait for these, ..."""
     if rows.dependencies is None:
-        return (rows.num_rows - len(errors),)
+        return (rows.num_rows - num_errors,)
     waiting = list(rows.dependencies.required)
     later = np.bincount(rows.dependencies.generation[waiting], minlength=1)[1:]
-    return (rows.num_rows - len(errors) - len(waiting), *later.tolist())
+    return (rows.num_rows - num_errors - len(waiting), *later.tolist())

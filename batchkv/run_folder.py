@@ -105,9 +105,10 @@ class RunFolder:
         return self.path / "metrics.json"
 
     @property
-    def has_begun(self) -> bool:
-        """Whether there is a run here, to be gone on with."""
-        return self._manifest.exists()
+    def holds_results(self) -> bool:
+        """Whether samples are finished, of this run or of one before it: there is something to go on with."""
+        batches = (batch for path in self._parts() for batch in read_part(path))
+        return self._complete.exists() or any(batch.column("error_code").null_count for batch in batches)
 
     def done(self) -> tuple[Int64Array, Int64Array]:
         """What earlier runs have finished: their outputs as `waves.output_keys`, ascending, and the row of each."""
@@ -232,10 +233,8 @@ class RunFolder:
     def remove_if_nothing_is_finished(self) -> None:
         """A run that was refused, or stopped before its first sample, leaves nothing behind."""
         with suppress(OSError):
-            if self.path.exists() and not self._complete.exists():
-                batches = (batch for path in self._parts() for batch in read_part(path))
-                if not any(batch.column("error_code").null_count for batch in batches):
-                    self._remove()
+            if self.path.exists() and not self.holds_results:
+                self._remove()
 
     def _remove(self) -> None:
         """What tells that the results are complete goes last."""

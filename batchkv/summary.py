@@ -43,6 +43,7 @@ class FinishedRun:
             "samples": self.ledger.num_samples,
             "ok": self.rows.num_rows - self.ledger.num_errors,
             "errors": self.ledger.num_errors,
+            "first_error": self.ledger.first_error,
             "resumed_samples": len(self.ledger.done),
             "waves": totals.waves,
             "prompt_tokens": totals.prompt_tokens,

@@ -6,6 +6,7 @@ from typing import Annotated, Any
 
 import typer
 
+from batchkv.config import EngineConfig
 from batchkv.errors import UserError
 from batchkv.sampling_params import SamplingParams
 
@@ -72,6 +73,15 @@ def sampling_params(**flags: Any) -> SamplingParams:
         return SamplingParams(**flags)
     except ValueError as error:
         raise UserError(f"--{str(error).replace('_', '-', 1)}") from None
+
+
+def engine_config(**flags: Any) -> EngineConfig:
+    """How a job is executed, from flags.
+
+    Raises:
+        UserError: a flag is out of range.
+    """
+    return EngineConfig(**flags)
 
 
 def job_paths(jobs: list[str]) -> str | list[str]:

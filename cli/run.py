@@ -7,6 +7,7 @@ import json
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import asdict
 from pathlib import Path
 from time import perf_counter
 from typing import TYPE_CHECKING, Annotated, Any
@@ -15,7 +16,7 @@ import typer
 
 from batchkv.cli import options
 from batchkv.cli.output import ProgressBar, say
-from batchkv.config import DEFAULT_KV_MEMORY, DEFAULT_MODEL
+from batchkv.config import DEFAULT_KV_MEMORY, DEFAULT_MODEL, EngineConfig
 from batchkv.errors import Interrupted, UserError
 from batchkv.heap import return_large_blocks
 from batchkv.io.write import checked_target
@@ -87,21 +88,22 @@ def run(
         logprobs=logprobs,
         choice_mode=choice_mode,
     )
+    config = options.engine_config(
+        model=model,
+        tokenizer=tokenizer,
+        trust_remote_code=trust_remote_code,
+        dtype=dtype,
+        kv_dtype=kv_dtype,
+        device=device,
+        attention=attention,
+        kv_memory=kv_memory,
+        max_batch_tokens=max_batch_tokens,
+        max_batch_rows=max_batch_rows,
+        no_prefix_sharing=no_prefix_sharing,
+        deterministic=deterministic,
+    )
     with RunLog(log) as run_log, open_run_folder(out, overwrite=overwrite) as folder, _saying_how_to_go_on(folder):
-        engine, import_s = _load_engine(
-            model,
-            tokenizer,
-            trust_remote_code=trust_remote_code,
-            dtype=dtype,
-            kv_dtype=kv_dtype,
-            device=device,
-            attention=attention,
-            kv_memory=kv_memory,
-            max_batch_tokens=max_batch_tokens,
-            max_batch_rows=max_batch_rows,
-            no_prefix_sharing=no_prefix_sharing,
-            deterministic=deterministic,
-        )
+        engine, import_s = _load_engine(config)
         with ProgressBar(quiet=quiet) as bar:
             totals = engine.run_into(
                 folder,
@@ -125,26 +127,26 @@ def _saying_how_to_go_on(folder: RunFolder) -> Iterator[None]:
     try:
         yield
     except Interrupted:
-        if folder.has_begun:
+        if folder.holds_results:
             print(f"batchkv: what is finished is in {folder.path}: give the same command to go on", file=sys.stderr)
         raise
 
 
-def _load_engine(model: str, tokenizer: str | None, **config: Any) -> tuple[Engine, float]:
+def _load_engine(config: EngineConfig) -> tuple[Engine, float]:
     """The engine, and the seconds that importing it took."""
     started = perf_counter()
     from batchkv.engine import Engine  # torch and transformers take seconds
 
     import_s = perf_counter() - started
     return_large_blocks()
-    return Engine(model, tokenizer, **config), import_s
+    return Engine(**asdict(config)), import_s
 
 
 def _exit_if_errors(totals: dict[str, Any], out: Path) -> None:
     if totals["errors"]:
         print(
             f"batchkv: {totals['errors']:,} of {totals['rows']:,} rows have errors: see error_code and error in {out} "
-            "(exit code 3; 0 with --allow-row-errors)",
+            f"(exit code 3; 0 with --allow-row-errors); the first: {totals['first_error']}",
             file=sys.stderr,
         )
         raise typer.Exit(_ROW_ERRORS)

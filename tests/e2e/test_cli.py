@@ -118,6 +118,7 @@ def test_bad_rows_become_error_rows_and_the_others_run(batchkv: Any, tmp_path: P
     code, _, stderr = batchkv("run", jobs, "--out", out, "--max-tokens", 4)
     assert code == 3
     assert "11 of 13 rows have errors" in stderr
+    assert "the first: row 2: duplicate_id: " in stderr
     results = pl.read_parquet(out)
     assert len(results) == 13
     codes = dict(zip(results["id"].to_list()[2:], results["error_code"].to_list()[2:], strict=True))
@@ -156,6 +157,7 @@ def test_a_row_too_long_for_the_kv_budget_is_an_error_row_that_says_what_it_need
         (["run", "jobs.jsonl", "--out", "nowhere/results.parquet"], "nowhere"),
         (["run", "jobs.jsonl", "--out", "results.parquet", "--top-p", "0"], "top-p"),
         (["run", "jobs.jsonl", "--out", "results.parquet", "--kv-memory", "lots"], "lots"),
+        (["run", "jobs.jsonl", "--out", "results.parquet", "--kv-memory", "900TiB"], "more than the"),
         (["run", "jobs.jsonl", "--out", "results.parquet", "--model", "./no-such-model"], "no-such-model"),
         (["run", "jobs.jsonl", "--out", "results.parquet", "--dtype", "int3"], "int3"),
         (["run", "jobs.jsonl", "--out", "results.parquet", "--device", "cuda"], "cuda"),

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from batchkv.errors import first_of
 from batchkv.job_plan import JobPlan, Plan, PlanTotals
 from batchkv.kv_layout import KVLayout, LayerSpec
 from batchkv.planner import Limits, make_plan
@@ -39,7 +40,8 @@ def job_plan_of(*rows: Row, tokens: int = 1_000, layout: KVLayout = LAYOUT, **li
     limits_ = Limits(**{"kv_bytes": kv_bytes, "max_batch_rows": 256, "max_batch_tokens": 512, **limits})
     prepared = prepare_wave(Wave.of(arena, params), NOTHING, layout, limits_)
     good = len(rows) - len(prepared.errors)
-    return JobPlan(len(rows), len(prepared.errors), (good,), PlanTotals().plus(prepared.plan), prepared.plan)
+    errors = prepared.errors
+    return JobPlan(len(rows), len(errors), first_of(errors), (good,), PlanTotals().plus(prepared.plan), prepared.plan)
 
 
 def text(golden: str) -> str:
@@ -72,6 +74,7 @@ def test_rows_that_share_nothing() -> None:
     assert plan.to_json() == {
         "rows": 3,
         "errors": 0,
+        "first_error": None,
         "generations": [3],
         "waves": 1,
         "sequences": 3,
@@ -110,6 +113,7 @@ def test_one_header() -> None:
     assert plan.to_json() == {
         "rows": 4,
         "errors": 0,
+        "first_error": None,
         "generations": [4],
         "waves": 1,
         "sequences": 4,
@@ -165,6 +169,7 @@ def test_a_header_in_two_levels_with_twins_and_a_prompt_that_is_a_prefix_of_anot
     assert plan.to_json() == {
         "rows": 7,
         "errors": 0,
+        "first_error": None,
         "generations": [7],
         "waves": 1,
         "sequences": 6,
@@ -208,6 +213,7 @@ def test_several_samples_of_a_prompt() -> None:
     assert plan.to_json() == {
         "rows": 2,
         "errors": 0,
+        "first_error": None,
         "generations": [2],
         "waves": 1,
         "sequences": 4,
@@ -246,6 +252,7 @@ def test_without_sharing_every_row_is_on_its_own() -> None:
     assert plan.to_json() == {
         "rows": 2,
         "errors": 0,
+        "first_error": None,
         "generations": [2],
         "waves": 1,
         "sequences": 2,
@@ -270,6 +277,8 @@ def test_a_tight_budget_takes_smaller_pages_and_refuses_what_can_never_fit() -> 
     assert plan.explain() == text(
         """
         rows      3, 1 with errors; 2 sequences to generate
+        errors    the first: row 2: too_long: prompt of 30 tokens and 8 to generate need 852,480 bytes of KV cache, \
+the budget of 414,720 has no room for them: raise --kv-memory or lower max_tokens
         prompt    20 tokens
         prefill   11 tokens, saves 9 (45.0%)
         trie      3 nodes, depth 2, longest first
@@ -284,6 +293,8 @@ def test_a_tight_budget_takes_smaller_pages_and_refuses_what_can_never_fit() -> 
     assert plan.to_json() == {
         "rows": 3,
         "errors": 1,
+        "first_error": "row 2: too_long: prompt of 30 tokens and 8 to generate need 852,480 bytes of KV cache, "
+        "the budget of 414,720 has no room for them: raise --kv-memory or lower max_tokens",
         "generations": [2],
         "waves": 1,
         "sequences": 2,
@@ -412,7 +423,9 @@ def test_the_counts_of_real_workloads(name: str, rows: int, prompt_tokens: int, 
     job = read_job(WORKLOADS / f"{name}.parquet")
     arena, errors = tokenize(job.prompts, None)
     plan = make_plan(Wave.of(arena, job.params), LAYOUT, Limits(2 << 30, 256, 512))
-    counts = JobPlan(job.num_rows, len(errors), (job.num_rows,), PlanTotals().plus(plan), plan).to_json()
+    counts = JobPlan(
+        job.num_rows, len(errors), first_of(errors), (job.num_rows,), PlanTotals().plus(plan), plan
+    ).to_json()
     assert (counts["rows"], counts["errors"]) == (rows, 0)
     assert (counts["prompt_tokens"], counts["prefill_tokens"]) == (prompt_tokens, prefill_tokens)
     assert counts["saved_tokens"] == prompt_tokens - prefill_tokens

@@ -58,6 +58,12 @@ def test_what_is_no_size_is_named(size: str) -> None:
     assert repr(size) in str(error.value)
 
 
+@pytest.mark.parametrize("size", ["1.5", 1.5, "2.000001"])
+def test_a_fraction_above_one_is_refused(size: str | float) -> None:
+    with pytest.raises(UserError, match="neither a fraction up to 1 nor whole bytes"):
+        parse_memory_size(size, free_bytes=FREE)
+
+
 @pytest.mark.parametrize("size", ["0", "0.0", 0, 0.0, "0GiB", "0.1B"])
 def test_a_size_of_nothing_is_refused(size: str | int | float) -> None:
     with pytest.raises(UserError, match="must be more than nothing"):
