@@ -88,7 +88,7 @@ def _rows_of(linear: nn.Linear | PackedLinear, count: int) -> torch.Tensor:
 
 
 def _random_rows(count: int, width: int) -> torch.Tensor:
-    return torch.randn(count, width, generator=torch.Generator().manual_seed(0))
+    return torch.randn(count, width, generator=torch.Generator().manual_seed(0), dtype=torch.float32, device="cpu")
 
 
 def _is_invariant(function: Callable[[torch.Tensor], torch.Tensor], rows: torch.Tensor, multiple: int) -> bool:

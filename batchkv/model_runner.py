@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -190,7 +191,19 @@ def _input_ids(prepared: PreparedStep, previous_tokens: torch.Tensor | None) -> 
 @contextmanager
 def paged_attention_of(model: PreTrainedModel) -> Iterator[None]:
     """The model in evaluation mode with our attention and fast layers; as it was, afterwards. Others wait."""
-    with alone_with(model), with_fast_layers(model), _with_paged_attention(model):
+    with alone_with(model), _compiling_nothing(), with_fast_layers(model), _with_paged_attention(model):
+        yield
+
+
+@contextmanager
+def _compiling_nothing() -> Iterator[None]:
+    """What `torch.compile` has compiled runs as it was written: a compiler would trace its way into native code, with
+    tensors that are nowhere.
+    """
+    if "torch._dynamo" not in sys.modules:  # nothing can be compiled then; importing it takes a second
+        yield
+        return
+    with torch.compiler.set_stance("force_eager"):
         yield
 
 

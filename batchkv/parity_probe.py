@@ -57,7 +57,8 @@ def check_parity(
     if packed:
         pack_linears(model)
     try:
-        error = _largest_difference(model, plain)
+        with torch.device("cpu"), torch.autocast("cpu", enabled=False):  # whatever the caller has set for other models
+            error = _largest_difference(model, plain)
     except Exception as cause:  # whatever its code does when it is called as no one else calls it
         raise UserError(
             f"model type {config.model_type!r} is not supported: a tiny model of its class does not run with paged "

@@ -11,6 +11,8 @@ from typing import Any, TypeGuard
 from torch import nn
 from torch.nn.modules import module as torch_module
 
+_CALLS = ("__call__", "_wrapped_call_impl", "_call_impl")  # what torch goes through on the way to `forward`
+
 
 def original(function: Any) -> Any:
     """A function without what transformers wraps it in, which is for arguments of other versions. Whatever else is
@@ -42,12 +44,15 @@ def is_copy(function: Any, of: Any) -> TypeGuard[FunctionType]:
 
 
 def computes_like(module: nn.Module, kind: type[nn.Module]) -> bool:
-    """Whether a module's `forward` is a copy of that of another class, as transformers has it: some libraries put other
-    code into its classes, and hooks of others give an instance a `forward` of its own.
+    """Whether a module's `forward` is a copy of that of another class, as transformers has it, and called as that is:
+    some libraries put other code into its classes, hooks of others give an instance a `forward` of its own, and a
+    subclass may do more where it is called.
     """
     wanted = original(kind.forward)
     is_its_own = vars_of(wanted).get("__name__") == kind.__module__
-    return is_its_own and "forward" not in vars(module) and is_copy(original(type(module).forward), wanted)
+    is_called_alike = all(getattr(type(module), name) is getattr(kind, name) for name in _CALLS)
+    has_its_class_forward = "forward" not in vars(module) and is_copy(original(type(module).forward), wanted)
+    return is_its_own and is_called_alike and has_its_class_forward
 
 
 def _instructions(code: CodeType, docstring: str | None) -> tuple[Any, ...]:

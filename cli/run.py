@@ -19,6 +19,7 @@ from batchkv.cli.output import ProgressBar, say
 from batchkv.config import DEFAULT_KV_MEMORY, DEFAULT_MODEL, EngineConfig
 from batchkv.errors import Interrupted, UserError
 from batchkv.heap import return_large_blocks
+from batchkv.idle_threads import let_waiting_threads_sleep
 from batchkv.io.write import checked_target
 from batchkv.progress import Watch
 from batchkv.run_folder import RunFolder, open_run_folder
@@ -135,6 +136,7 @@ def _saying_how_to_go_on(folder: RunFolder) -> Iterator[None]:
 def _load_engine(config: EngineConfig) -> tuple[Engine, float]:
     """The engine, and the seconds that importing it took."""
     started = perf_counter()
+    let_waiting_threads_sleep()
     from batchkv.engine import Engine  # torch and transformers take seconds
 
     import_s = perf_counter() - started

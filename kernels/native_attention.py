@@ -147,7 +147,8 @@ class NativeAttention(AttentionBackend[NativeKV, NativeWorkPlan]):
         key = torch.empty(*heads, *key_shape, dtype=dtype, device=device)
         value = torch.empty(*heads, *value_shape, dtype=dtype, device=device)
         key_scale_PKS, value_scale_PKS = (
-            torch.empty(*heads, page_size, device=device) if is_quantized(dtype) else None for _ in range(2)
+            torch.empty(*heads, page_size, dtype=torch.float32, device=device) if is_quantized(dtype) else None
+            for _ in range(2)
         )
         pages = _Pages(
             key=key.data_ptr(),

@@ -164,7 +164,8 @@ def point(layer: LinearLayer, rows: torch.Tensor, out: torch.Tensor, strips: tor
 
 def strips_of(num_rows: int, in_features: int) -> torch.Tensor:
     """Room for the rows of a layer in the order in which the kernel reads them."""
-    return torch.empty(_up_to(num_rows, _STRIP_ROWS) * _up_to(in_features, _STRIP_FEATURES), dtype=torch.float32)
+    size = _up_to(num_rows, _STRIP_ROWS) * _up_to(in_features, _STRIP_FEATURES)
+    return torch.empty(size, dtype=torch.float32, device="cpu")
 
 
 def _up_to(size: int, multiple: int) -> int:

@@ -82,7 +82,7 @@ def weigh(
     ):
         kinds = [f"{str(tensor.dtype)[6:]} {tuple(tensor.shape)}" for tensor in tensors]
         raise ValueError(f"logits, temperature and weights do not belong together: {', '.join(kinds)}")
-    best_B, likeliest_B = torch.empty(rows, dtype=_F32), torch.empty(rows, dtype=torch.int64)
+    best_B, likeliest_B = (torch.empty(rows, dtype=dtype, device="cpu") for dtype in (_F32, torch.int64))
     pointed = (logits_BV, temperature_B, weights_BNK, best_B, likeliest_B)
     weighing = _Weighing(
         *(tensor.data_ptr() for tensor in pointed),
@@ -108,7 +108,7 @@ def search(weights_BNK: torch.Tensor, sums_BN: torch.Tensor, uniform_B: torch.Te
         ValueError: the tensors do not belong together.
     """
     rows, blocks, size = weights_BNK.shape
-    tokens_B = torch.empty(rows, dtype=torch.int64)
+    tokens_B = torch.empty(rows, dtype=torch.int64, device="cpu")
     weights_BNK, sums_BN, uniform_B = weights_BNK.contiguous(), sums_BN.contiguous(), uniform_B.contiguous()
     dtypes = weights_BNK.dtype, sums_BN.dtype, uniform_B.dtype
     library = _library()

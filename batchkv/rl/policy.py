@@ -125,28 +125,14 @@ def _check_parameters(model: PreTrainedModel) -> None:
 @contextmanager
 def left_as_it_was(model: PreTrainedModel) -> Iterator[None]:
     """Afterwards, also after an exception, a model is what it was but for what the engine itself restores (training
-    mode and attention): layers that `module.compile()` had compiled in place are so again, and no buffer that was made
-    meanwhile would keep it from being trained. Other threads that come here wait.
+    mode and attention): no buffer that was made meanwhile would keep it from being trained. Other threads that come
+    here wait.
     """
-    with alone_with(model), _left_as_it_was(model):
-        yield
-
-
-@contextmanager
-def _left_as_it_was(model: PreTrainedModel) -> Iterator[None]:
-    compiled = [(module, module._compiled_call_impl) for module in model.modules() if _is_compiled(module)]
-    for module, _ in compiled:
-        module._compiled_call_impl = None
-    try:
-        yield
-    finally:
-        for module, implementation in compiled:
-            module._compiled_call_impl = implementation
-        _make_trainable(model)
-
-
-def _is_compiled(module: nn.Module) -> bool:
-    return getattr(module, "_compiled_call_impl", None) is not None
+    with alone_with(model):
+        try:
+            yield
+        finally:
+            _make_trainable(model)
 
 
 def _make_trainable(model: nn.Module) -> None:

@@ -15,6 +15,7 @@ from transformers import PreTrainedModel
 from transformers.generation.logits_process import MinPLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
 import batchkv
+from batchkv import parity_probe
 from batchkv.errors import UserError
 from batchkv.model_support import tiny_model
 from batchkv.rl.environment import Turn
@@ -395,6 +396,20 @@ class TestPolicy:
         assert_same(samples(rollout(model, prompts(2), n=2, **SMALL)), expected)
         assert [module._compiled_call_impl for module in model.modules()] == before
 
+    @pytest.mark.parametrize("part", ["lm_head", "model", "model.layers.0", "model.layers.1.mlp", "forward"])
+    def test_compiled_parts_run_as_they_were_written(self, part: str) -> None:
+        model = FAMILIES["llama"]()
+        expected = samples(rollout(model, prompts(2), n=2, **SMALL))
+        owner, _, name = part.rpartition(".")
+        parent = model.get_submodule(owner)
+        setattr(parent, name, torch.compile(getattr(parent, name), backend="eager"))
+        assert_same(samples(rollout(model, prompts(2), n=2, **SMALL)), expected)
+
+    def test_the_callers_autocast_is_not_for_the_comparison_of_attention(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(parity_probe, "_passed", set())
+        with torch.autocast("cpu", torch.bfloat16):
+            assert len(rollout(FAMILIES["llama"](), prompts(2), n=2, **SMALL)) == 4
+
     @pytest.mark.parametrize("merged", [False, True])
     def test_lora_policies_run_with_their_adapters(self, merged: bool) -> None:
         peft = pytest.importorskip("peft")
@@ -433,13 +448,21 @@ class TestPolicy:
             tiny_model(CONFIGS["llama"]())
         assert torch.equal(before, torch.get_rng_state())
 
-    def test_the_default_dtype_of_the_process_changes_nothing(self, policy: PreTrainedModel) -> None:
-        expected = samples(rollout(policy, prompts(2), n=2, top_p=0.9, record_sampling=True, **SMALL))
+    @pytest.mark.parametrize("kv_dtype", ["auto", "int8"])
+    def test_the_default_dtype_of_the_process_changes_nothing(self, policy: PreTrainedModel, kv_dtype: str) -> None:
+        options = {"n": 2, "top_p": 0.9, "record_sampling": True, "kv_dtype": kv_dtype, **SMALL}
+        expected = samples(rollout(policy, prompts(2), **options))
         torch.set_default_dtype(torch.bfloat16)
         try:
-            found = samples(rollout(policy, prompts(2), n=2, top_p=0.9, record_sampling=True, **SMALL))
+            found = samples(rollout(policy, prompts(2), **options))
         finally:
             torch.set_default_dtype(torch.float32)
+        assert_same(found, expected)
+
+    def test_the_default_device_of_the_process_changes_nothing(self, policy: PreTrainedModel) -> None:
+        expected = samples(rollout(policy, prompts(2), n=2, **SMALL))
+        with torch.device("meta"):
+            found = samples(rollout(policy, prompts(2), n=2, **SMALL))
         assert_same(found, expected)
 
     def test_threads_wait_for_each_other(self) -> None:

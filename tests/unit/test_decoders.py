@@ -186,6 +186,15 @@ def _own_forward(decoder: Any) -> None:
     decoder.layers[1].self_attn.forward = decoder.layers[1].self_attn.forward
 
 
+class _CallsMore(LlamaMLP):
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return -super().__call__(*args, **kwargs)
+
+
+def _own_call(decoder: Any) -> None:
+    decoder.layers[1].mlp.__class__ = _CallsMore
+
+
 def _one_layer_twice(decoder: Any) -> None:
     decoder.layers[1] = decoder.layers[0]
 
@@ -208,6 +217,7 @@ def _no_layer(decoder: Any) -> None:
         _two_dtypes_of_layers,
         _strided_norm,
         _own_forward,
+        _own_call,
         _one_layer_twice,
         _no_layer,
     ],
