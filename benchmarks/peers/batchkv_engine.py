@@ -17,6 +17,10 @@ from peer_protocol import Row, Samples, Task, answer, asked_jobs, measure, parse
 
 STARTED = perf_counter()
 
+from batchkv.idle_threads import let_waiting_threads_sleep  # noqa: E402
+
+let_waiting_threads_sleep()  # as the command line does, before torch is there
+
 import numpy as np  # noqa: E402
 import polars as pl  # noqa: E402
 import torch  # noqa: E402
