@@ -15,13 +15,10 @@ _FEATURES = ("avx2", "avx512f", "avx512_bf16", "amx_bf16")
 
 def describe() -> str:
     """One line: processor, cores, memory, system, date."""
-    cpu_info = _cpu_info()
-    flags = cpu_info.get("flags", "").split()
-    features = [feature for feature in _FEATURES if feature in flags]
     parts = (
-        cpu_info.get("model name", platform.machine()),
+        _cpu_info().get("model name", platform.machine()),
         f"{cores()} cores",
-        " ".join(features) or "no AVX2",
+        " ".join(_features()) or "no AVX2",
         f"{psutil.virtual_memory().total / (1 << 30):.0f} GiB",
         f"{platform.system()} {platform.release()}",
         f"Python {platform.python_version()}",
@@ -29,6 +26,11 @@ def describe() -> str:
         datetime.now(UTC).date().isoformat(),
     )
     return ", ".join(parts)
+
+
+def best_feature() -> str:
+    """The widest instructions that figures may rest on."""
+    return _features()[-1] if _features() else platform.machine()
 
 
 def cores() -> int:
@@ -39,6 +41,11 @@ def cores() -> int:
 def load_average() -> float:
     """Processes that want to run, over the last minute: others' work disturbs the figures."""
     return os.getloadavg()[0]
+
+
+def _features() -> list[str]:
+    flags = _cpu_info().get("flags", "").split()
+    return [feature for feature in _FEATURES if feature in flags]
 
 
 def _cpu_info() -> dict[str, str]:

@@ -142,7 +142,7 @@ def main(
                 if write:
                     command = _command(job, limits, peers, repeats, model, stay_loaded)
                     body = f"`{command}`\n\n{machine.describe()}\n\n{caption}\n\n{table}"
-                    write_section(f"{job.path.stem}, {dtype}, {kv_tokens:,} KV tokens", body)
+                    write_section(f"{job.path.stem}, {dtype}, {kv_tokens:,} KV tokens, {machine.best_feature()}", body)
     except (UserError, OSError) as error:
         print(f"benchmarks: {error}", file=sys.stderr)
         raise typer.Exit(2) from error
