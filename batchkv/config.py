@@ -103,7 +103,7 @@ def parse_memory_size(size: str | int | float, *, free_bytes: int) -> int:
     if unit not in _UNITS or not math.isfinite(number):
         raise UserError(f"--kv-memory {size!r} is no size: use 2GiB, 512MiB or a fraction such as 0.8")
     is_fraction = not unit and number <= 1
-    if not unit and number > 1 and number % 1:
+    if not unit and not is_fraction and number % 1:
         raise UserError(f"--kv-memory {size!r} is neither a fraction up to 1 nor whole bytes: name a unit, as in 2GiB")
     size_in_bytes = int(number * (free_bytes if is_fraction else _UNITS[unit]))
     if size_in_bytes <= 0:

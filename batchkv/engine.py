@@ -97,7 +97,7 @@ class Engine:
         tokenizer_name = tokenizer if isinstance(tokenizer, str) else None
         self.config = EngineConfig(model=name, tokenizer=tokenizer_name, **config)
         self.device = _execution_device(self.config.device)
-        _check_memory(self.config, self.device)
+        _check_memory(self.config, model.device if isinstance(model, PreTrainedModel) else self.device)
         if isinstance(model, PreTrainedModel):
             check_supported(model.config, type(model))
             _check_device(model.device)

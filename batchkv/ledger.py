@@ -28,7 +28,7 @@ class Ledger:
         self._sink = sink
         self._recorded = np.bincount(rows).astype(np.int32)
         self._failed = np.zeros(len(self._recorded), np.bool_)
-        self._first_error: dict[int, RowError] = {}
+        self._first_error: dict[int, RowError] = {}  # that of the lowest row
 
     @property
     def num_errors(self) -> int:
@@ -66,8 +66,8 @@ class Ledger:
         if new:
             self._widen(max(new) + 1)
             self._failed[list(new)] = True
-            first = min(new.keys() | self._first_error.keys())
-            self._first_error = {first: (new | self._first_error)[first]}
+            known = new | self._first_error
+            self._first_error = {min(known): known[min(known)]}
             self._sink.append([Record.of_error(row, error) for row, error in new.items()])
 
     def _widen(self, num_rows: int, *, exactly: bool = False) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -15,6 +14,7 @@ import torch
 from transformers import PreTrainedModel
 
 from batchkv.attention import IMPLEMENTATION, StepAttention
+from batchkv.compiled_code import as_written
 from batchkv.errors import UserError
 from batchkv.fast_layers import with_fast_layers
 from batchkv.kernels.attention import AttentionBackend
@@ -191,19 +191,7 @@ def _input_ids(prepared: PreparedStep, previous_tokens: torch.Tensor | None) -> 
 @contextmanager
 def paged_attention_of(model: PreTrainedModel) -> Iterator[None]:
     """The model in evaluation mode with our attention and fast layers; as it was, afterwards. Others wait."""
-    with alone_with(model), _compiling_nothing(), with_fast_layers(model), _with_paged_attention(model):
-        yield
-
-
-@contextmanager
-def _compiling_nothing() -> Iterator[None]:
-    """What `torch.compile` has compiled runs as it was written: a compiler would trace its way into native code, with
-    tensors that are nowhere.
-    """
-    if "torch._dynamo" not in sys.modules:  # nothing can be compiled then; importing it takes a second
-        yield
-        return
-    with torch.compiler.set_stance("force_eager"):
+    with alone_with(model), as_written(), with_fast_layers(model), _with_paged_attention(model):
         yield
 
 

@@ -74,7 +74,7 @@ class RunFolder:
         if self.out.exists() and not self._overwrite:
             raise UserError(f"{self.out} exists: choose another path, or replace it with --overwrite")
         if before is not None and before != manifest:
-            if not self._overwrite and any(len(batch) for batch in self._earlier()):
+            if not self._overwrite and self.holds_results:
                 changes = "; ".join(before.differences(manifest))
                 raise UserError(
                     f"{self.path} holds an unfinished run of another job: {changes}: give the same command to go on "

@@ -17,7 +17,7 @@ import numpy.typing as npt
 import torch
 
 from batchkv.random_numbers import uniforms
-from batchkv.sampling_batch import AllowedTokens, RowParams, SamplingBatch
+from batchkv.sampling_batch import AllowedTokens, ChunkParams, SamplingBatch
 from batchkv.sampling_source import Choice, SampledFrom, Sources, entropies_of
 from batchkv.token_filters import remove_filtered
 from batchkv.token_weights import ChunkMemory, chunk_rows, search, select, weigh
@@ -86,7 +86,7 @@ def sample(
     memory = ChunkMemory.of(logits_LV, len(batch))
     sources = Sources(len(batch), device) if with_source else None
     for kind, rows, bits in _chunks(batch, logits_LV, allowed):
-        params = RowParams.on(device, batch.take(rows), uniforms_B[rows])
+        params = ChunkParams.on(device, batch.take(rows), uniforms_B[rows])
         allowed_BV = None if bits is None else _unpacked(bits, logits_LV)
         at = to_device(rows, device)
         on_drawn = None if sources is None else partial(sources.add, at)
@@ -203,7 +203,7 @@ def _whole(logits_BV: torch.Tensor, temperature_B: torch.Tensor, memory: ChunkMe
 def _draw_chunk(
     logits_BV: torch.Tensor,
     kind: _Kind,
-    rows: RowParams,
+    rows: ChunkParams,
     memory: ChunkMemory,
     allowed_BV: torch.Tensor | None = None,
     on_drawn: Callable[[Choice], None] | None = None,

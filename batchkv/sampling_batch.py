@@ -79,7 +79,7 @@ class AllowedTokens:
 
 
 @dataclass(frozen=True, slots=True)
-class RowParams:
+class ChunkParams:
     """Parameters of the rows of a chunk, each [B], on the logits' device; temperature is 1 in greedy rows."""
 
     temperature: torch.Tensor
@@ -89,13 +89,13 @@ class RowParams:
     uniform: torch.Tensor
 
     @classmethod
-    def on(cls, device: torch.device, batch: SamplingBatch, uniforms_B: npt.NDArray[np.float64]) -> RowParams:
+    def on(cls, device: torch.device, batch: SamplingBatch, uniforms_B: npt.NDArray[np.float64]) -> ChunkParams:
         temperature_B = np.where(batch.temperature == 0, np.float32(1), batch.temperature)
         arrays = (temperature_B, batch.top_k.astype(np.int64), batch.top_p, batch.min_p, uniforms_B)
         return cls(*(to_device(array, device) for array in arrays))
 
-    def take(self, indices: torch.Tensor) -> RowParams:
-        return RowParams(
+    def take(self, indices: torch.Tensor) -> ChunkParams:
+        return ChunkParams(
             self.temperature[indices],
             self.top_k[indices],
             self.top_p[indices],

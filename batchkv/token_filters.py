@@ -11,7 +11,7 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from batchkv.sampling_batch import RowParams
+from batchkv.sampling_batch import ChunkParams
 
 # How many of a row's largest logits are looked at to find where top_k and top_p cut; the whole row is sorted
 # only when the cut lies beyond the last of these.
@@ -19,7 +19,7 @@ _WIDTHS = (64, 1024)
 
 
 def remove_filtered(
-    weights_BV: torch.Tensor, logits_BV: torch.Tensor, best_B: torch.Tensor, mass_B: torch.Tensor, rows: RowParams
+    weights_BV: torch.Tensor, logits_BV: torch.Tensor, best_B: torch.Tensor, mass_B: torch.Tensor, rows: ChunkParams
 ) -> None:
     """Sets the weights of removed tokens to 0, in place.
 
@@ -39,7 +39,7 @@ def remove_filtered(
 
 
 def _cut(
-    logits_BV: torch.Tensor, best_B: torch.Tensor, mass_B: torch.Tensor, rows: RowParams
+    logits_BV: torch.Tensor, best_B: torch.Tensor, mass_B: torch.Tensor, rows: ChunkParams
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Where top_k and then top_p cut.
 
@@ -74,7 +74,7 @@ def _largest(logits_BV: torch.Tensor, width: int) -> torch.Tensor:
 
 
 def _cut_within(
-    logits_BW: torch.Tensor, best_B: torch.Tensor, mass_B: torch.Tensor, rows: RowParams, vocabulary: int
+    logits_BW: torch.Tensor, best_B: torch.Tensor, mass_B: torch.Tensor, rows: ChunkParams, vocabulary: int
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """`_cut` from the W largest logits of each row; the third result is false where these are too few."""
     width = logits_BW.shape[1]

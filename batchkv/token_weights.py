@@ -1,6 +1,6 @@
 """What tokens weigh in the draw of a chunk of rows, and the token at a point of their CDF.
 
-Shape suffixes: L rows of logits, B rows of a chunk, V vocabulary, N blocks of BLOCK tokens, K tokens of one block.
+Shape suffixes: L rows of logits, B rows of a chunk, V vocabulary, N blocks of _BLOCK tokens, K tokens of one block.
 """
 
 from __future__ import annotations

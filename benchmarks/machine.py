@@ -30,7 +30,7 @@ def describe() -> str:
 
 def best_feature() -> str:
     """The widest instructions that figures may rest on."""
-    return _features()[-1] if _features() else platform.machine()
+    return [platform.machine(), *_features()][-1]
 
 
 def cores() -> int:

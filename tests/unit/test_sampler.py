@@ -15,7 +15,7 @@ from transformers.generation.logits_process import MinPLogitsWarper, TopKLogitsW
 from batchkv import sampler, token_filters, token_weights
 from batchkv.kernels import native_sampling
 from batchkv.random_numbers import stream_keys
-from batchkv.sampling_batch import AllowedTokens, RowParams, SamplingBatch
+from batchkv.sampling_batch import AllowedTokens, ChunkParams, SamplingBatch
 from batchkv.sampling_params import SamplingParams
 from batchkv.token_filters import remove_filtered
 from batchkv.token_weights import ChunkMemory, weigh
@@ -98,7 +98,7 @@ def sampled_at(
 def kept(logits_BV: torch.Tensor, params: list[SamplingParams]) -> torch.Tensor:
     """bool [B, V], what the filters leave. White box: the draws alone would show small weights too seldom."""
     logits_BV = logits_BV.float()
-    rows = RowParams.on(logits_BV.device, batch_of(*params), np.zeros(len(params)))
+    rows = ChunkParams.on(logits_BV.device, batch_of(*params), np.zeros(len(params)))
     weighed = weigh(logits_BV, rows.temperature, ChunkMemory.of(logits_BV, len(logits_BV)))
     weights_BV = weighed.weights.flatten(1)[:, : logits_BV.shape[1]]
     remove_filtered(weights_BV, logits_BV, weighed.best, weighed.mass, rows)
