@@ -13,7 +13,7 @@ from contextlib import AbstractContextManager, contextmanager
 import torch
 
 _LOCK = threading.Lock()
-_stances: list[AbstractContextManager[None]] = []  # one for each who is inside; the first knows what was before all
+_stances: list[AbstractContextManager[None]] = []  # as many as are inside
 
 
 @contextmanager
@@ -30,6 +30,4 @@ def as_written() -> Iterator[None]:
         yield
     finally:
         with _LOCK:
-            stance = _stances.pop()
-            if not _stances:  # so this is the first
-                stance.__exit__(None, None, None)
+            _stances.pop().__exit__(None, None, None)  # back to what was before it: only the first knows another
